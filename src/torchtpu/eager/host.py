@@ -1,0 +1,163 @@
+"""Operators that move data between devices or read a value on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from torchtpu import _C
+from torchtpu.eager.arrays import array_of, from_host, make_spec, to_host, wrap_array
+from torchtpu.eager.errors import out_of_memory, translate
+from torchtpu.eager.kernels import make_kernel
+from torchtpu.eager.views import physical_order
+from torchtpu.runtime import checks, devices
+
+__all__ = ["HOST_KERNELS"]
+
+_aten = torch.ops.aten
+
+
+def _read(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor with the elements of a tpu tensor, contiguous; it may share memory with the device's array."""
+    array = array_of(tensor)
+    try:
+        host = to_host(array)
+    except Exception as error:
+        raise translate(error, _aten.copy_.default, tensor.device.index) from error
+    checks.raise_failed()
+    return host
+
+
+_copy_on_device: Callable[..., Any] | None = None
+
+
+def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``self.copy_(src)`` with a tpu tensor on either side.
+
+    A copy to the host waits for the value, whatever ``non_blocking`` says: memory is never seen half written.
+    """
+    global _copy_on_device
+    if self.device.type != "tpu":
+        if src.numel() or self.numel():
+            self.copy_(_read(src))
+        return self
+    if src.device.type != "tpu":
+        if src.device.type != "cpu":
+            src = src.cpu()
+        if src.shape != self.shape:
+            src = src.expand(self.shape)
+        src = src.detach().resolve_conj().resolve_neg()
+        if not _store_from_host(self, src):
+            staged = wrap_array(_put(src.to(self.dtype).contiguous(), self.device.index), self.device.index)
+            copy_(self, staged)
+        return self
+    if src.device != self.device:
+        moved = jax.device_put(array_of(src), devices.device(self.device.index))
+        return copy_(self, wrap_array(moved, self.device.index))
+    if not _share(self, src):
+        if _copy_on_device is None:
+            _copy_on_device = make_kernel(_aten.copy_.default)
+        _copy_on_device(self, src)
+    return self
+
+
+def _put(host: torch.Tensor, device: int) -> jax.Array:
+    try:
+        return from_host(host, device)
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise out_of_memory(device, host.nbytes, "(copying from the CPU)") from error
+        raise
+
+
+def _covers_storage(t: torch.Tensor) -> bool:
+    """Whether the tensor is its whole storage: dense, from the first element to the last."""
+    whole = t.storage_offset() == 0 and t.numel() * t.element_size() == t.untyped_storage().nbytes()
+    return whole and physical_order(tuple(t.shape), tuple(t.stride())) is not None
+
+
+def _store_from_host(self: torch.Tensor, src: torch.Tensor) -> bool:
+    """Replace a whole storage by host data in its own memory order: one copy, no program."""
+    if not _covers_storage(self) or self.is_conj() or self.is_neg() or self.numel() == 0:
+        return False
+    order = physical_order(tuple(self.shape), tuple(self.stride()))
+    host = src.to(self.dtype).permute(order).contiguous()
+    spec = make_spec(tuple(self.shape), tuple(self.stride()), self.dtype)
+    _C.store(self, _put(host, self.device.index), spec)
+    return True
+
+
+def _share(self: torch.Tensor, src: torch.Tensor) -> bool:
+    """Give ``self`` the value of ``src`` where both are whole storages of one layout: arrays are immutable, so no copy is needed."""
+    if self.dtype is not src.dtype or self.shape != src.shape or self.stride() != src.stride():
+        return False
+    if self.is_conj() != src.is_conj() or self.is_neg() != src.is_neg() or not _covers_storage(self) or not _covers_storage(src):
+        return False
+    value, shape, dtype = _C.get_value(src)
+    if value is None:
+        return False
+    _C.set_value(self, value, shape, dtype)
+    return True
+
+
+def _local_scalar_dense(self: torch.Tensor) -> Any:
+    """``.item()``."""
+    array = array_of(self)
+    try:
+        value = np.asarray(array).reshape(-1)[0]
+    except Exception as error:
+        raise translate(error, _aten._local_scalar_dense.default, self.device.index) from error
+    checks.raise_failed()
+    if self.dtype is torch.bool:
+        return bool(value)
+    return int(value) if not (self.dtype.is_floating_point or self.dtype.is_complex) else (complex if self.dtype.is_complex else float)(value)
+
+
+def equal(self: torch.Tensor, other: torch.Tensor) -> bool:
+    """``torch.equal``: same size and same elements."""
+    if self.device != other.device:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {self.device} and {other.device}!"
+        )
+    if self.shape != other.shape:
+        return False
+    return bool(torch.eq(self, other).all().item())
+
+
+def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """PyTorch's hook for copies out of a device it does not know."""
+    return copy_(dst, self, non_blocking)
+
+
+def _copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
+    """As ``_copy_from``, resizing the destination."""
+    if dst.shape != self.shape:
+        dst.resize_(self.shape)
+    return copy_(dst, self)
+
+
+def _fused_sdp_choice(query: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    """Every scaled_dot_product_attention is one program: PyTorch's "overrideable" backend."""
+    from torch.nn.attention import SDPBackend
+
+    return SDPBackend.OVERRIDEABLE.value
+
+
+def record_stream(self: torch.Tensor, s: Any) -> None:
+    """Values live as long as a program reads them; there is nothing to record."""
+
+
+HOST_KERNELS: dict[str, Callable[..., Any]] = {
+    "copy_": copy_,
+    "_local_scalar_dense": _local_scalar_dense,
+    "equal": equal,
+    "_copy_from": _copy_from,
+    "_copy_from_and_resize": _copy_from_and_resize,
+    "_fused_sdp_choice": _fused_sdp_choice,
+    "record_stream": record_stream,
+}
+"""Kernels that are not programs, by overload."""

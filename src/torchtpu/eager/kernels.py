@@ -1,0 +1,363 @@
+"""The kernel of every operator on the tpu device: look the call up, or build its program; then run it.
+
+``make_kernel(op)`` gives the Python function registered for ``op``. Its way, decided once per overload:
+
+1. a lowering (or that of the functional operator it derives from): one program per signature,
+2. PyTorch's decomposition, traced into one program as well,
+3. PyTorch CPU, with a warning and a count (``fallback.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from torchtpu import _C
+from torchtpu.eager import modes
+from torchtpu.eager.arrays import array_of, number_operand, prepare_storage, wrap_array
+from torchtpu.eager.errors import translate
+from torchtpu.eager.fallback import run_on_cpu
+from torchtpu.eager.meta import Unknown, metas_of, run_meta
+from torchtpu.eager.program import Call, Program, describe, name_of, output_spec, storage_spec, trace_function
+from torchtpu.eager.schema import Derived, derive, written_arguments
+from torchtpu.lowering.apply import NoLowering, can_lower, short_name
+from torchtpu.lowering.registry import Lowering, find
+from torchtpu.runtime import checks, devices
+from torchtpu.runtime.compiler import compile_program
+
+__all__ = ["make_kernel", "operand_flags"]
+
+_NUMBER_TYPES = ("number", "float", "Tensor")
+_CPU_INDICES_ALLOWED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+
+
+def operand_flags(op: OpOverload, entry: Lowering | None) -> dict[str, bool]:
+    """For each argument, whether a Python number is an operand of the program (True) or part of its signature."""
+    static = entry.static if entry is not None else None
+    flags = {}
+    for a in op._schema.arguments:
+        kind = str(a.type).replace("Optional[", "").replace("List[", "").rstrip("]")
+        flags[a.name] = static is not None and kind in _NUMBER_TYPES and a.name not in static
+    return flags
+
+
+def make_kernel(op: OpOverload) -> Callable[..., Any]:
+    """The function that runs ``op`` on tpu tensors."""
+    derived = derive(op)
+    if op._schema.is_mutable and derived is None:
+        return lambda *args, **kwargs: run_on_cpu(op, args, kwargs)
+    target = derived.functional if derived is not None else op
+    if not can_lower(target):
+        return lambda *args, **kwargs: run_on_cpu(op, args, kwargs)
+    entry = find(short_name(target))
+    if entry is not None and entry.dynamic:
+        return _Dynamic(op, entry, derived)
+    return Kernel(op, target, derived, entry).function()
+
+
+class Kernel:
+    """One overload: its programs by signature."""
+
+    def __init__(self, op: OpOverload, target: OpOverload, derived: Derived | None, entry: Lowering | None) -> None:
+        self.op, self.target, self.derived, self.entry = op, target, derived, entry
+        self.flags = operand_flags(op, entry)
+        names = [a.name for a in op._schema.arguments]
+        self.names = names
+        self.handle = _C.register_signature(names, [self.flags[n] for n in names])
+        self.random = entry.random if entry is not None else False
+        self.calls: dict[bytes, Callable[..., Any]] = {}
+        self.programs: dict[Any, Program] = {}
+        self.returns = self._returned_arguments()
+        base = op._schema.name.removeprefix("aten::")
+        self.cpu_indices = base in _CPU_INDICES_ALLOWED
+
+    def _returned_arguments(self) -> list[str | None]:
+        """For each result, the argument it is (in-place and out= operators return what they wrote), or None for a new tensor."""
+        owners = {}
+        for a in self.op._schema.arguments:
+            if a.alias_info is not None and a.alias_info.is_write:
+                for name in a.alias_info.before_set:
+                    owners[name] = a.name
+        return [
+            next((owners[n] for n in r.alias_info.before_set if n in owners), None) if r.alias_info is not None else None
+            for r in self.op._schema.returns
+        ]
+
+    def function(self) -> Callable[..., Any]:
+        """The registered function: as little as possible before the program is known."""
+        flatten, handle, calls, miss = _C.flatten, self.handle, self.calls, self.miss
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            key, operands, owners, device = flatten(handle, args, kwargs)
+            call = calls.get(key)
+            if call is None:
+                return miss(key, args, kwargs)
+            return call(args, kwargs, operands, owners, device)
+
+        return kernel
+
+    def miss(self, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """First call of a signature: check it, build its program, run it."""
+        args, kwargs = self._move_indices(args, kwargs)
+        require_one_device(self.op, args, kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.device.type != "cpu"]
+        for _ in range(len(tensors) + 1):
+            if not any([prepare_storage(t) for t in tensors]):
+                break
+        else:
+            return self._split_dtypes(args, kwargs)
+        metas, resized = self._metas(args, kwargs)
+        if resized:
+            return self.function()(*args, **kwargs)
+        key, operands, owners, device = _C.flatten(self.handle, args, kwargs)
+        call = describe(self.op, self.flags, args, kwargs, device)
+        if len(call.operands) != len(operands):
+            raise AssertionError(f"{name_of(self.op)}: {len(call.operands)} operands described, {len(operands)} flattened")
+        try:
+            program = self._program(call, operands, metas)
+        except NoLowering:
+            self.calls[key] = lambda a, k, *_: run_on_cpu(self.op, a, k)
+            return run_on_cpu(self.op, args, kwargs)
+        except Exception as error:
+            error.add_note(f"while building the program of {name_of(self.op)} on tpu:{device}")
+            raise
+        self.calls[key] = run = self._runner(program, call)
+        return run(args, kwargs, operands, owners, device)
+
+    def _move_indices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Indices may live on the CPU, as with CUDA."""
+        if not self.cpu_indices or not isinstance(args[0], torch.Tensor):
+            return args, kwargs
+        indices = [i.to(args[0].device) if isinstance(i, torch.Tensor) and i.device != args[0].device else i for i in args[1]]
+        return (args[0], indices, *args[2:]), kwargs
+
+    def _split_dtypes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Two arguments see one storage with different dtypes: read the later ones from copies."""
+        written = set(written_arguments(self.op))
+        first: dict[int, torch.dtype] = {}
+        for n in written:
+            value = kwargs.get(n, args[self.names.index(n)] if self.names.index(n) < len(args) else None)
+            if isinstance(value, torch.Tensor):
+                first[value.untyped_storage()._cdata] = value.dtype
+
+        def copied(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor) or x.device.type == "cpu":
+                return x
+            return x.clone() if first.setdefault(x.untyped_storage()._cdata, x.dtype) is not x.dtype else x
+
+        new_args = torch.utils._pytree.tree_map(copied, args)
+        new_kwargs = torch.utils._pytree.tree_map(copied, kwargs)
+        return self.function()(*new_args, **new_kwargs)
+
+    def _metas(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """Descriptions of the new tensors (None: ask the lowering), and whether an out= tensor was resized to fit."""
+        try:
+            result, stand_ins = run_meta(self.op, args, kwargs)
+        except Unknown:
+            return None, False
+        resized = False
+        for name in written_arguments(self.op):
+            position = self.names.index(name)
+            given = kwargs.get(name, args[position] if position < len(args) else None)
+            for tensor in given if isinstance(given, list | tuple) else [given]:
+                stand_in = stand_ins.get(id(tensor))
+                if stand_in is not None and stand_in.shape != tensor.shape:
+                    tensor.resize_(stand_in.shape)
+                    if stand_in.stride() != tensor.stride():
+                        tensor.as_strided_(stand_in.shape, stand_in.stride())
+                    resized = True
+        results = list(result) if isinstance(result, tuple | list) and len(self.returns) > 1 else [result]
+        fresh = [r for r, owner in zip(results, self.returns, strict=False) if owner is None]
+        return metas_of(fresh), resized
+
+    def _program(self, call: Call, operands: list[Any], metas: Any) -> Program:
+        structure = call.structure()
+        program = self.programs.get(structure)
+        if program is not None:
+            return program
+        examples = self._operands(call, operands)
+        starts = call.starts()
+        if starts is not None:
+            examples.append(starts)
+        if self.random:
+            examples.append(np.zeros(4, np.uint32))
+        notes: dict[str, Any] = {"random": self.random}
+        traced = trace_function(call, self.target, self.derived, metas, notes)
+        run = compile_program(traced, examples, devices.device(call.device), name_of(self.op))
+        outputs = [output_spec(m) if m is not None else None for m in notes["outputs"]]
+        writes = [(i, storage_spec(call.operands[i])) for i in notes["writes"]]
+        program = Program(run, outputs, writes, notes["checks"], self.random, notes["nested"])
+        self.programs[structure] = program
+        return program
+
+    def _operands(self, call: Call, operands: list[Any]) -> list[Any]:
+        return [
+            number_operand(x, call.device) if s is None else x for s, x in zip(call.operands, operands, strict=True)
+        ]
+
+    def _runner(self, program: Program, call: Call) -> Callable[..., Any]:
+        """The function kept for this signature: puts the operands together, runs the program, wraps the results."""
+        run, outputs, messages = program.run, program.outputs, program.checks
+        numbers = [i for i, s in enumerate(call.operands) if s is None]
+        starts = call.starts()
+        if starts is not None:
+            with jax.enable_x64(True):
+                starts = jax.device_put(starts, devices.device(call.device))
+        # a storage's position among the owners is its rank among the storages
+        rank = {i: n for n, i in enumerate(i for i, s in enumerate(call.operands) if s is not None)}
+        writes = [(rank[i], spec) for i, spec in program.writes]
+        random, op, wrap, store = program.random, self.op, _C.wrap, _C.store
+        count = len(outputs)
+
+        if count == 1 and not (writes or messages or random or program.returns[0] or outputs[0] is None):
+            spec = outputs[0]
+
+            def simple(args: Any, kwargs: Any, operands: list[Any], owners: list[Any], device: int) -> Any:
+                for i in numbers:
+                    operands[i] = number_operand(operands[i], device)
+                if starts is not None:
+                    operands.append(starts)
+                try:
+                    value = run(*operands)[0]
+                except Exception as error:
+                    raise translate(error, op, device) from error
+                if modes.blocking:
+                    block(op, [value], device)
+                return wrap(spec, value, device)
+
+            return simple
+
+        nested = program.returns
+        returned = self.returns
+        names = self.names
+
+        def general(args: Any, kwargs: Any, operands: list[Any], owners: list[Any], device: int) -> Any:
+            for i in numbers:
+                operands[i] = number_operand(operands[i], device)
+            if starts is not None:
+                operands.append(starts)
+            if random:
+                operands.append(seed_operand(find_generator(args, kwargs), device))
+            try:
+                values = run(*operands)
+            except Exception as error:
+                raise translate(error, op, device) from error
+            if messages:
+                checks.note(values[-1], messages, name_of(op))
+            if modes.blocking:
+                block(op, values, device)
+            position = sum(1 for spec in outputs if spec is not None)
+            for n, (owner, spec) in enumerate(writes):
+                store(owners[owner], values[position + n], spec)
+            made = iter(values)
+            tensors = iter([wrap(spec, next(made), device) if spec is not None else None for spec in outputs])
+            if not returned:
+                return None
+            results = []
+            fresh = iter(nested)
+            for owner in returned:
+                if owner is not None:
+                    results.append(kwargs[owner] if owner in kwargs else args[names.index(owner)])
+                else:
+                    is_list = next(fresh)
+                    results.append(list(tensors) if is_list else next(tensors))
+            return results[0] if len(results) == 1 else tuple(results)
+
+        return general
+
+
+def block(op: OpOverload, values: list[Any], device: int) -> None:
+    """Wait for a program and look at its checks: debug mode."""
+    try:
+        jax.block_until_ready(values)
+    except Exception as error:
+        raise translate(error, op, device) from error
+    checks.raise_failed()
+
+
+def seed_operand(generator: torch.Generator | None, device: int) -> np.ndarray:
+    """Four words for a program's PRNG: seed and offset, of draws reserved from the generator."""
+    if generator is not None and generator.device.type != "tpu":
+        raise RuntimeError(f"Expected a 'tpu' device type for generator but found '{generator.device.type}'")
+    seed, offset = _C.reserve_draws(generator, device, 1)
+    return np.array([seed, offset], np.uint64).view(np.uint32)
+
+
+def find_generator(args: Any, kwargs: Any) -> torch.Generator | None:
+    """The generator given to a call, if any."""
+    for x in (*kwargs.values(), *args):
+        if isinstance(x, torch.Generator):
+            return x
+    return None
+
+
+def require_one_device(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise PyTorch's error when tensors are on different devices; 0-d CPU tensors may join any.
+
+    Raises:
+        RuntimeError: names both arguments and both devices.
+    """
+    names = [a.name for a in op._schema.arguments]
+    first: tuple[str, torch.device] | None = None
+    placed = []
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        items = list(value) if isinstance(value, tuple | list) else [value]
+        for i, t in enumerate(items):
+            if isinstance(t, torch.Tensor):
+                label = f"{name}[{i}]" if isinstance(value, tuple | list) else name
+                placed.append((label, t))
+    for label, t in placed:
+        if t.device.type == "tpu" and first is None:
+            first = (label, t.device)
+    for label, t in placed:
+        if first is None or t.device == first[1] or (t.device.type == "cpu" and t.dim() == 0):
+            continue
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {first[1]} and {t.device}! "
+            f"In {name_of(op)}, argument '{first[0]}' is on {first[1]} and argument '{label}' is on {t.device}: "
+            f"move one of them with .to(\"{first[1]}\")."
+        )
+
+
+class _Dynamic:
+    """An operator whose result's shape depends on values: it waits for its inputs and computes outside any trace."""
+
+    def __init__(self, op: OpOverload, entry: Lowering, derived: Derived | None) -> None:
+        self.op, self.entry, self.derived = op, entry, derived
+        self.names = [a.name for a in op._schema.arguments]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        require_one_device(self.op, args, kwargs)
+        device = next(t.device.index for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.device.type == "tpu")
+        dropped = self.derived.dropped if self.derived is not None else frozenset()
+
+        def value(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                return array_of(x) if x.device.type == "tpu" else x.item()
+            return [value(y) for y in x] if isinstance(x, tuple | list) else x
+
+        plain = [value(x) for n, x in zip(self.names, args, strict=False) if n not in dropped]
+        named = {n: value(x) for n, x in kwargs.items() if n not in dropped and n not in ("generator", "device", "layout", "pin_memory")}
+        checks.raise_failed()
+        with jax.enable_x64(True), jax.default_device(devices.device(device)):
+            result = self.entry.function(*plain, **named)
+            arrays = [
+                jax.device_put(a, devices.device(device)) for a in (result if isinstance(result, tuple | list) else [result])
+            ]
+        tensors = [wrap_array(a, device) for a in arrays]
+        if self.derived is not None:
+            given = dict(zip(self.names, args, strict=False)) | kwargs
+            for name, new in zip(self.derived.written, tensors, strict=True):
+                if given[name].shape != new.shape:
+                    given[name].resize_(new.shape)
+                given[name].copy_(new)
+            tensors = [given[name] for name in self.derived.written]
+        if len(self.op._schema.returns) == 1 and not isinstance(result, list):
+            return tensors[0]
+        return tensors if isinstance(result, list) else tuple(tensors)

@@ -1,0 +1,299 @@
+"""From one operator call to a compiled program.
+
+The call's tensors are windows on storages. The program takes the storages' values and the call's numbers, reads the windows,
+runs the lowering, and returns the values of the new tensors' storages and the new values of the storages it wrote to. Results' sizes, strides and dtypes are those of
+PyTorch's own meta kernel; a lowering that disagrees is reported as a bug.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchtpu import _C
+from torchtpu.eager.arrays import make_spec, physical_shape
+from torchtpu.eager.schema import Derived
+from torchtpu.eager.views import ViewPlan, physical_order, plan_view, read_view, row_major, write_view
+from torchtpu.lowering.apply import apply, short_name
+from torchtpu.lowering.context import Trace, tracing
+from torchtpu.lowering.dtypes import to_jax, to_torch
+
+__all__ = ["Call", "Program", "describe"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A tensor argument: which operand holds its storage, and which window it is."""
+
+    operand: int
+    plan: ViewPlan
+    starts: tuple[int, ...] = field(compare=False)
+    dtype: torch.dtype = torch.float32
+    stride: tuple[int, ...] = ()
+    conj: bool = False
+    neg: bool = False
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number argument: which operand holds it; ``dtype`` is None for a Python number (weakly typed)."""
+
+    operand: int
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """An operand that is a storage: the shape and dtype of its value, and whether it was never written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    uninitialised: bool
+
+
+@dataclass
+class Call:
+    """A call with its tensors and numbers replaced by descriptions; equal structures share one program, wherever their slices start."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: list[Storage | None]
+    windows: list[Window]
+    device: int
+
+    def starts(self) -> np.ndarray | None:
+        """Where the windows that are not static start, as one int32 vector; None when all are static."""
+        moving = [s for w in self.windows for s in w.starts if not w.plan.static]
+        if not moving:
+            return None
+        return np.asarray(moving, np.int64 if max(moving) >= 2**31 else np.int32)
+
+    def structure(self) -> tuple[Any, ...]:
+        """What two calls must have in common to run the same program."""
+        leaves = tree_leaves((self.args, self.kwargs), is_leaf=lambda x: isinstance(x, Window | Number))
+        keys = tuple((type(x), x) if isinstance(x, bool | int | float) else x for x in leaves if not isinstance(x, torch.Generator))
+        shape = repr(tree_map(lambda _: 0, (self.args, self.kwargs), is_leaf=lambda x: isinstance(x, Window | Number)))
+        settings = (torch.get_default_dtype(), torch.get_float32_matmul_precision())
+        return keys, shape, tuple(self.operands), self.device, settings
+
+
+def describe(op: OpOverload, operand_flags: dict[str, bool], args: Sequence[Any], kwargs: dict[str, Any], device: int) -> Call:
+    """Describe a call, numbering operands in the order in which ``_C.flatten`` lists them."""
+    operands: list[Storage | None] = []
+    windows: list[Window] = []
+    seen: dict[int, int] = {}
+
+    def tensor(t: torch.Tensor) -> Any:
+        if t.device.type == "cpu":
+            operands.append(None)
+            return Number(len(operands) - 1, None if _C.is_wrapped_number(t) else t.dtype)
+        identity = t.untyped_storage()._cdata
+        size, stride = tuple(t.shape), tuple(t.stride())
+        if identity not in seen:
+            value, shape, dtype = _C.get_value(t)
+            if value is None:
+                dtype = t.dtype
+                elements = t.untyped_storage().nbytes() // dtype.itemsize
+                dense = physical_order(size, stride) is not None and t.numel() == elements
+                shape = physical_shape(size, stride) if dense else (elements,)
+            seen[identity] = len(operands)
+            operands.append(Storage(tuple(shape), dtype, value is None))
+        operand = seen[identity]
+        storage = operands[operand]
+        assert storage is not None
+        plan, starts = plan_view(storage.shape, size, stride, t.storage_offset())
+        window = Window(operand, plan, starts, t.dtype, stride, t.is_conj(), t.is_neg())
+        windows.append(window)
+        return window
+
+    def leaf(x: Any, operand: bool) -> Any:
+        if isinstance(x, torch.Tensor):
+            return tensor(x)
+        if isinstance(x, bool | int | float | complex) and operand:
+            operands.append(None)
+            return Number(len(operands) - 1, None)
+        if isinstance(x, tuple | list):
+            return [leaf(y, operand) for y in x]
+        return x
+
+    names = [a.name for a in op._schema.arguments]
+    described = tuple(leaf(x, operand_flags[n]) for n, x in zip(names, args, strict=False))
+    named = {n: leaf(x, operand_flags[n]) for n, x in kwargs.items()}
+    return Call(op, described, named, operands, windows, device)
+
+
+@dataclass
+class Program:
+    """A compiled call.
+
+    Attributes:
+        run: the compiled callable: storage values and numbers, then the starts, then the random seed -> arrays.
+        outputs: specs of the new tensors, in order.
+        writes: (operand, spec) of every storage that gets a new value.
+        checks: messages and error types of the run-time checks; their values are the last array returned.
+        random: whether it takes a seed.
+    """
+
+    run: Callable[..., Any]
+    outputs: list[Any]
+    writes: list[tuple[int, Any]]
+    checks: tuple[tuple[str, type[Exception]], ...]
+    random: bool
+    returns: Any = None
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A result according to PyTorch's meta kernel."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def trace_function(
+    call: Call, target: OpOverload, derived: Derived | None, metas: list[Meta | None] | None, notes: dict[str, Any]
+) -> Callable[..., Any]:
+    """The function that JAX traces: operands -> [values of new tensors..., new values of written storages..., checks].
+
+    ``notes`` receives what only tracing reveals: ``outputs`` (Meta of every new tensor), ``writes`` and ``checks``.
+    """
+    names = [a.name for a in call.op._schema.arguments]
+    moving = sum(len(w.starts) for w in call.windows if not w.plan.static)
+
+    def traced(*given: Any) -> list[jax.Array]:
+        operands = list(given)
+        trace = Trace()
+        if notes["random"]:
+            trace.key = _key(operands.pop())
+        starts = list(operands.pop()) if moving else []
+        bases = {
+            i: jnp.zeros(s.shape, to_jax(s.dtype)) if s.uninitialised else operands[i]
+            for i, s in enumerate(call.operands)
+            if s is not None
+        }
+        begin: dict[int, list[jax.Array]] = {}
+        for w in call.windows:
+            begin[id(w)] = [] if w.plan.static else [starts.pop(0) for _ in w.starts]
+
+        def value(x: Any) -> Any:
+            if isinstance(x, Window):
+                array = read_view(bases[x.operand], x.plan, begin[id(x)])
+                array = jnp.conj(array) if x.conj else array
+                return -array if x.neg else array
+            if isinstance(x, Number):
+                return operands[x.operand] if x.dtype is None else operands[x.operand].astype(to_jax(x.dtype))
+            if isinstance(x, list):
+                return [value(y) for y in x]
+            return x
+
+        given_names = dict(zip(names, call.args, strict=False)) | call.kwargs
+        dropped = derived.dropped if derived is not None else frozenset()
+        args = tuple(value(x) for n, x in zip(names, call.args, strict=False) if n not in dropped)
+        kwargs = {n: value(x) for n, x in call.kwargs.items() if n not in dropped}
+        with tracing(trace):
+            result = apply(target, args, kwargs)
+        results = list(result) if len(target._schema.returns) > 1 else [result]
+        fresh = results if derived is None else results[: derived.first_write]
+        notes["nested"] = [isinstance(r, tuple | list) for r in fresh]
+        flat = tree_leaves(fresh)
+        values, described = [], []
+        for i, array in enumerate(flat):
+            meta = metas[i] if metas is not None and metas[i] is not None else None
+            if array is None:
+                described.append(None)
+                continue
+            if meta is None:
+                size = tuple(array.shape)
+                meta = Meta(size, row_major(size), to_torch(array.dtype))
+            described.append(meta)
+            values.append(_physical(_agree(array, meta, call.op), meta))
+        notes["outputs"] = described
+        written: list[int] = []
+        if derived is not None:
+            new_values = results[derived.first_write :]
+            for name, new in zip(derived.written, new_values, strict=True):
+                destination = given_names.get(name)
+                pairs = zip(destination, new, strict=True) if isinstance(destination, list) else [(destination, new)]
+                for window, array in pairs:
+                    if not isinstance(window, Window):
+                        continue
+                    base = bases[window.operand]
+                    array = jnp.broadcast_to(array, window.plan.size) if array.shape != window.plan.size else array
+                    array = _cast(array, window.dtype)
+                    array = jnp.conj(array) if window.conj else array
+                    array = -array if window.neg else array
+                    bases[window.operand] = write_view(base, window.plan, array, begin[id(window)])
+                    if window.operand not in written:
+                        written.append(window.operand)
+        notes["writes"] = written
+        notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
+        values += [bases[i] for i in written]
+        if trace.checks:
+            values.append(jnp.stack([c.value.astype(jnp.int64) for c in trace.checks]))
+        return values
+
+    return traced
+
+
+def _key(seed: jax.Array) -> jax.Array:
+    """The program's PRNG key, from four words: the generator's seed and its offset, low word first."""
+    key = jax.random.wrap_key_data(seed[:2], impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, seed[2]), seed[3])
+
+
+def _cast(array: jax.Array, dtype: torch.dtype) -> jax.Array:
+    target = to_jax(dtype)
+    if array.dtype.kind == "c" and target.kind != "c":
+        array = array.real
+    return jax.lax.convert_element_type(array, target)
+
+
+def _agree(array: Any, meta: Meta, op: OpOverload) -> jax.Array:
+    """The array, if its shape and dtype are what PyTorch says; a Python number or weak type takes the dtype."""
+    array = jnp.asarray(array)
+    if tuple(array.shape) != meta.size or (array.dtype != to_jax(meta.dtype) and not jax.typeof(array).weak_type):
+        raise AssertionError(
+            f"the lowering of {op} gives {array.dtype}{list(array.shape)}; PyTorch gives {meta.dtype}{list(meta.size)}"
+        )
+    return jax.lax.convert_element_type(array, to_jax(meta.dtype))
+
+
+def _physical(array: jax.Array, meta: Meta) -> jax.Array:
+    order = physical_order(meta.size, meta.stride)
+    assert order is not None, meta
+    return array if order == tuple(range(len(order))) else array.transpose(order)
+
+
+def output_spec(meta: Meta) -> Any:
+    """The C++ description of a new tensor."""
+    return make_spec(meta.size, meta.stride, meta.dtype)
+
+
+def storage_spec(storage: Storage) -> Any:
+    """The C++ description of a storage's value."""
+    return make_spec(storage.shape, row_major(storage.shape), storage.dtype)
+
+
+def dense(meta: Meta) -> Meta:
+    """The same result with strides that leave no gaps; PyTorch's own where they have none."""
+    if physical_order(meta.size, meta.stride) is None or math.prod(meta.size) == 0:
+        return Meta(meta.size, row_major(meta.size), meta.dtype)
+    return meta
+
+
+def name_of(op: OpOverload) -> str:
+    """How messages call an operator."""
+    return f"aten.{short_name(op)}"
+
+

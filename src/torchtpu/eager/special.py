@@ -1,0 +1,91 @@
+"""Operators whose call must be rewritten before it can be a program: boolean indices, and writes that a schema does not mention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchtpu.eager.kernels import make_kernel
+
+__all__ = ["SPECIAL_KERNELS"]
+
+_aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
+
+
+def _without_masks(indices: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
+    """Indices with every boolean mask replaced by the positions of its true elements, which has to wait for them."""
+    plain: list[torch.Tensor | None] = []
+    for index in indices:
+        if isinstance(index, torch.Tensor) and index.dtype in _MASKS:
+            plain.extend(index.to(device).nonzero().unbind(1))
+        else:
+            plain.append(index)
+    return plain
+
+
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(isinstance(i, torch.Tensor) and i.dtype in _MASKS for i in indices)
+
+
+def _check_masks(self: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> None:
+    """A mask's sizes must be those of the dimensions it selects from."""
+    dim = 0
+    for position, index in enumerate(indices):
+        if isinstance(index, torch.Tensor) and index.dtype in _MASKS:
+            for k in range(index.dim()):
+                if dim + k >= self.dim() or index.shape[k] != self.shape[dim + k]:
+                    raise IndexError(
+                        f"The shape of the mask {list(index.shape)} at index {k} does not match the shape of the indexed tensor "
+                        f"{list(self.shape)} at index {dim + k if position or k else k}"
+                    )
+            dim += index.dim()
+        else:
+            dim += 1
+
+
+def _indexing(op: Any) -> Callable[..., Any]:
+    """A kernel for an operator whose second argument is a list of index tensors."""
+    program = None
+
+    def kernel(self: torch.Tensor, indices: Sequence[torch.Tensor | None], *rest: Any, **kwargs: Any) -> Any:
+        nonlocal program
+        if program is None:
+            program = make_kernel(op)
+        if _has_mask(indices):
+            _check_masks(self, indices)
+            indices = _without_masks(indices, self.device)
+        return program(self, indices, *rest, **kwargs)
+
+    return kernel
+
+
+def _index_put_(op: Any) -> Callable[..., Any]:
+    """``index_put_``: ``x[mask] = number`` needs no positions, so it does not wait for the mask."""
+    general = _indexing(op)
+
+    def kernel(
+        self: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False, *rest: Any
+    ) -> torch.Tensor:
+        mask = indices[0] if len(indices) == 1 else None
+        if mask is not None and mask.dtype is torch.bool and values.numel() == 1 and not accumulate:
+            _check_masks(self, indices)
+            wide = mask.to(self.device).reshape(mask.shape + (1,) * (self.dim() - mask.dim()))
+            value = values.reshape(())
+            self.masked_fill_(wide, value.to(self.dtype) if value.device != self.device else value)
+            return self
+        return general(self, indices, values, accumulate, *rest)
+
+    return kernel
+
+
+SPECIAL_KERNELS: dict[str, Callable[..., Any]] = {
+    "index.Tensor": _indexing(_aten.index.Tensor),
+    "_unsafe_index.Tensor": _indexing(_aten._unsafe_index.Tensor),
+    "index_put_": _index_put_(_aten.index_put_.default),
+    "_index_put_impl_": _index_put_(_aten._index_put_impl_.default),
+    "index_put": _indexing(_aten.index_put.default),
+}
+"""Kernels by overload."""

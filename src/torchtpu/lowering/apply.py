@@ -1,0 +1,126 @@
+"""Run one aten operator on JAX arrays: its lowering, or PyTorch's decomposition of it into operators that have one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import torch
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
+
+from torchtpu.lowering.dtypes import to_torch
+from torchtpu.lowering.registry import Lowering, find
+
+__all__ = ["NoLowering", "apply", "can_lower", "short_name"]
+
+_DROPPED = ("generator", "device", "layout", "pin_memory")
+
+
+class NoLowering(NotImplementedError):
+    """An operator has neither a lowering nor a usable decomposition."""
+
+
+def short_name(op: OpOverload) -> str:
+    """``aten.add.Tensor`` -> ``"add.Tensor"``; other namespaces keep theirs: ``"torchvision::nms.default"``."""
+    base = op._schema.name
+    return f"{base.removeprefix('aten::')}.{op._overloadname}"
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Any]:
+    from torch._decomp import core_aten_decompositions, decomposition_table
+
+    return {**core_aten_decompositions(), **decomposition_table}
+
+
+def decomposition(op: OpOverload) -> Any | None:
+    """PyTorch's own decomposition of an operator, or None."""
+    return _decompositions().get(op)
+
+
+def can_lower(op: OpOverload) -> bool:
+    """Whether ``apply`` has a way to run the operator."""
+    return find(short_name(op)) is not None or decomposition(op) is not None
+
+
+def apply(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``op`` on JAX arrays (see ``registry`` for what each argument must be).
+
+    Raises:
+        NoLowering: there is neither a lowering nor a decomposition.
+    """
+    entry = find(short_name(op))
+    if entry is not None:
+        return call(entry, args, kwargs)
+    if decomposition(op) is None:
+        raise NoLowering(f"{op} has no lowering and no decomposition")
+    return _interpret(op, args, kwargs)
+
+
+def call(entry: Lowering, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a lowering, leaving out the arguments that mean nothing to XLA."""
+    kept = {
+        k: v for k, v in kwargs.items() if k not in _DROPPED or (entry.parameters is not None and k in entry.parameters)
+    }
+    return entry.function(*args, **kept)
+
+
+def _interpret(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Trace the decomposition to a graph of simpler operators on meta tensors, and run that graph on the arrays."""
+    arrays: list[jax.Array] = []
+
+    def stand_in(x: Any) -> Any:
+        if isinstance(x, jax.Array):
+            arrays.append(x)
+            return torch.empty(x.shape, dtype=to_torch(x.dtype), device="meta")
+        return x
+
+    meta_args, meta_kwargs = tree_map(stand_in, (args, kwargs))
+    for name in ("device",):
+        if name in meta_kwargs:
+            meta_kwargs[name] = torch.device("meta")
+    function = decomposition(op)
+    leaves, rebuild = torch.utils._pytree.tree_flatten((meta_args, meta_kwargs))
+    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        filled = list(leaves)
+        for i, tensor in zip(slots, tensors, strict=True):
+            filled[i] = tensor
+        a, k = torch.utils._pytree.tree_unflatten(filled, rebuild)
+        return function(*a, **k)
+
+    graph = make_fx(run)(*(leaves[i] for i in slots)).graph
+    return run_graph(graph, arrays)
+
+
+def run_graph(graph: torch.fx.Graph, inputs: list[Any]) -> Any:
+    """Interpret an FX graph of functional aten operators on JAX arrays.
+
+    Raises:
+        NoLowering: the graph mutates a tensor or calls something that is not an aten operator.
+    """
+    values: dict[torch.fx.Node, Any] = {}
+    remaining = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(remaining)
+        elif node.op == "output":
+            return torch.fx.node.map_arg(node.args[0], values.__getitem__)
+        elif node.op == "get_attr":
+            constant = getattr(graph.owning_module, node.target)
+            values[node] = jax.numpy.asarray(constant.numpy())
+        elif isinstance(node.target, OpOverload):
+            if node.target._schema.is_mutable:
+                raise NoLowering(f"the decomposition mutates a tensor: {node.target}")
+            a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = apply(node.target, tuple(a), dict(k))
+        elif callable(node.target):
+            a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*a, **k)
+        else:
+            raise NoLowering(f"cannot interpret {node.format_node()}")
+    raise AssertionError("a graph without an output")

@@ -1,0 +1,86 @@
+"""What a lowering may ask of the program being traced: random keys, and checks of values that only the device knows."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["Check", "Trace", "check_index", "random_key", "tracing"]
+
+
+@dataclass
+class Check:
+    """A run-time check: ``value`` is an int64 scalar, ``OK`` or the offending value. ``message`` has ``{value}`` in it."""
+
+    value: jax.Array
+    message: str
+    error: type[Exception] = IndexError
+
+
+OK = -(2**63)
+"""The value of a check that passed; no index has it."""
+
+
+@dataclass
+class Trace:
+    """One program being traced."""
+
+    key: jax.Array | None = None
+    keys_used: int = 0
+    checks: list[Check] = field(default_factory=list)
+
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def tracing(trace: Trace) -> Iterator[Trace]:
+    """Make ``trace`` the current one of this thread."""
+    outer = getattr(_state, "trace", None)
+    _state.trace = trace
+    try:
+        yield trace
+    finally:
+        _state.trace = outer
+
+
+def random_key() -> jax.Array:
+    """A fresh JAX PRNG key of this program, derived from the generator's (seed, offset), which are operands of the program.
+
+    Raises:
+        RuntimeError: the lowering was not registered with ``random=True``.
+    """
+    trace: Trace | None = getattr(_state, "trace", None)
+    if trace is None or trace.key is None:
+        raise RuntimeError("a lowering that draws random numbers must be registered with random=True")
+    key = jax.random.fold_in(trace.key, trace.keys_used)
+    trace.keys_used += 1
+    return key
+
+
+def check_index(index: jax.Array, size: int, message: str, *, allow_negative: bool = True) -> jax.Array:
+    """Check that every index lies in ``[-size, size)`` and return the indices made non-negative, as int32.
+
+    XLA clamps a wrong index silently; PyTorch raises. The check runs on the device and raises IndexError no later than the next
+    synchronisation.
+
+    Args:
+        index: integers, any shape.
+        size: extent of the dimension indexed.
+        message: the error's text, with ``{value}`` where the first wrong index goes.
+        allow_negative: count negative indices from the end.
+    """
+    low = -size if allow_negative else 0
+    trace: Trace | None = getattr(_state, "trace", None)
+    if trace is not None and index.size:
+        wide = index.astype(jnp.int64)
+        bad = (wide < low) | (wide >= size)
+        first = wide.reshape(-1)[jnp.argmax(bad.reshape(-1))]
+        trace.checks.append(Check(jnp.where(bad.any(), first, OK), message))
+    index = index.astype(jnp.int32)
+    return jnp.where(index < 0, index + size, index) if allow_negative else index

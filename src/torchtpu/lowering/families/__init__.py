@@ -1,0 +1,1 @@
+"""One file per operator family; importing a family registers its operators."""

@@ -1,0 +1,42 @@
+"""How precisely float32 products are computed, and the product every family shares."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+__all__ = ["accumulator", "einsum", "matmul_precision", "product"]
+
+_PRECISIONS = {
+    "highest": jax.lax.Precision.HIGHEST,
+    "high": jax.lax.Precision.HIGH,
+    "medium": jax.lax.Precision.DEFAULT,
+}
+
+
+def matmul_precision() -> jax.lax.Precision:
+    """XLA's precision for float32 products under ``torch.get_float32_matmul_precision()``.
+
+    A TPU multiplies bfloat16: HIGHEST splits a float32 in three of them, HIGH in two, DEFAULT rounds it to one.
+    """
+    return _PRECISIONS[torch.get_float32_matmul_precision()]
+
+
+def accumulator(dtype: np.dtype) -> np.dtype:
+    """The dtype that products of ``dtype`` are summed in: float32 for the narrower floats, else itself."""
+    dtype = np.dtype(dtype)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(jnp.float32) if narrow else dtype
+
+
+def product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """``x @ y`` in the accumulator dtype, so that an epilogue (scale, bias) comes before the only rounding."""
+    return jnp.matmul(x, y, precision=matmul_precision(), preferred_element_type=accumulator(x.dtype))
+
+
+def einsum(formula: str, *operands: jax.Array) -> jax.Array:
+    """``jnp.einsum`` in the accumulator dtype and the user's precision."""
+    dtype = accumulator(operands[0].dtype)
+    return jnp.einsum(formula, *operands, precision=matmul_precision(), preferred_element_type=dtype)

@@ -1,0 +1,1 @@
+"""PJRT through JAX: devices, transfers, executables. Knows no operator."""

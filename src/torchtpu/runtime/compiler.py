@@ -1,0 +1,101 @@
+"""Compile a traced function for one device, visibly and interruptibly.
+
+XLA compiles in C++ and cannot be stopped, so it runs on a worker thread: the caller waits where Ctrl-C reaches it, and a compile that takes
+longer than ``PROGRESS_AFTER`` seconds says on a terminal what it compiles and for how long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+__all__ = ["Statistics", "compile_program", "statistics"]
+
+PROGRESS_AFTER = 2.0
+"""Seconds before a compile shows progress."""
+
+
+@dataclass
+class Statistics:
+    """What this process has compiled."""
+
+    compiles: int = 0
+    compile_seconds: float = 0.0
+
+
+statistics = Statistics()
+
+
+def compile_program(function: Callable[..., Any], operands: Sequence[Any], device: jax.Device, name: str) -> Callable[..., Any]:
+    """Trace ``function`` on the operands' types and compile it for ``device``.
+
+    Args:
+        function: takes the operands, returns a list of arrays.
+        operands: arrays (or None for operands the program does not read).
+        device: where the program runs and its results live.
+        name: what is compiled, for the progress line.
+
+    Returns:
+        A callable of the operands; it enqueues the program and returns its results.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C during the compile, which is abandoned.
+    """
+    start = time.perf_counter()
+    with jax.enable_x64(True):
+        lowered = jax.jit(function, out_shardings=SingleDeviceSharding(device)).trace(*operands).lower()
+    compiled = _wait_for(_in_thread(lowered.compile), name)
+    statistics.compiles += 1
+    statistics.compile_seconds += time.perf_counter() - start
+    return compiled
+
+
+@dataclass
+class _Work:
+    thread: threading.Thread
+    done: threading.Event
+    result: Any = None
+    error: BaseException | None = None
+
+
+def _in_thread(function: Callable[[], Any]) -> _Work:
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            with jax.enable_x64(True):
+                work.result = function()
+        except BaseException as error:  # handed to the thread that waits
+            work.error = error
+        finally:
+            done.set()
+
+    work = _Work(threading.Thread(target=run, name="torchtpu-compile", daemon=True), done)
+    work.thread.start()
+    return work
+
+
+def _wait_for(work: _Work, name: str) -> Any:
+    if not work.done.wait(PROGRESS_AFTER):
+        start = time.perf_counter() - PROGRESS_AFTER
+        terminal = sys.stderr.isatty()
+        try:
+            while not work.done.wait(0.25):
+                if terminal:
+                    seconds = time.perf_counter() - start
+                    print(f"\rtorchtpu: compiling {name} ... {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+        finally:
+            if terminal:
+                with contextlib.suppress(OSError):
+                    print("\r\033[K", end="", file=sys.stderr, flush=True)
+    if work.error is not None:
+        raise work.error
+    return work.result

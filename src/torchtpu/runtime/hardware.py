@@ -1,0 +1,78 @@
+"""Which accelerators this machine has, told from the device files alone: no driver is opened, nothing is initialised."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+GOOGLE_VENDOR = "0x1ae0"
+
+# PCI device id of a TPU chip: (generation, devices PJRT makes of one chip).
+TPU_CHIPS = {
+    "0x0027": ("v3", 2),  # v2 has the same id
+    "0x005e": ("v4", 1),
+    "0x0062": ("v5p", 1),
+    "0x0063": ("v5e", 1),
+    "0x006f": ("v6e", 1),
+    "0x0076": ("v7x", 2),
+}
+
+
+def tpu_chips(root: str | Path = "/") -> list[str]:
+    """PCI device ids of the TPU chips attached to this machine; empty if there is none.
+
+    Args:
+        root: where ``dev`` and ``sys`` are; other than "/" in tests.
+    """
+    root = Path(root)
+    dev = root / "dev"
+    nodes = [*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")]
+    if not nodes:  # what nearly every machine is: do not walk sysfs
+        return []
+    found = []
+    for vendor in (root / "sys/bus/pci/devices").glob("*/vendor"):
+        if _read(vendor) == GOOGLE_VENDOR:
+            device = _read(vendor.parent / "device")
+            if device in TPU_CHIPS:
+                found.append(device)
+    return found
+
+
+def tpu_devices(root: str | Path = "/") -> int:
+    """How many devices PJRT will make of the attached chips this process may use."""
+    chips = tpu_chips(root)
+    if not chips:
+        return 0
+    visible = os.environ.get("TPU_VISIBLE_CHIPS") or os.environ.get("TPU_VISIBLE_DEVICES")
+    if visible:
+        chips = chips[: len([part for part in visible.split(",") if part.strip()])]
+    return sum(TPU_CHIPS[chip][1] for chip in chips)
+
+
+def other_accelerator(root: str | Path = "/") -> str | None:
+    """The accelerator that this build of torch can use on this machine ("cuda", "xpu", "mps"), if there is one.
+
+    Looks at the build and at device files only: asking ``torch.cuda.is_available()`` could initialise CUDA, after which
+    the process cannot fork.
+    """
+    import torch
+
+    dev = Path(root) / "dev"
+    if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1"):
+        if any((dev / name).exists() for name in ("nvidiactl", "nvidia0", "dxg")):
+            return "cuda"
+    if torch.version.hip and (dev / "kfd").exists():
+        return "cuda"
+    if getattr(torch.version, "xpu", None) and any(dev.glob("dri/renderD*")):
+        return "xpu"
+    if sys.platform == "darwin" and torch.backends.mps.is_built():
+        return "mps"
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a device can go away while its folder is read
+        return ""
