@@ -1,7 +1,8 @@
 """Registration of the device with PyTorch, and the decision whether `import torch` does it.
 
 PyTorch's accelerator interface prefers a registered "tpu" to CUDA, so `import torch` registers it only where that takes
-nothing away: a TPU is there, TORCHTPU_PLATFORM asks for it, or no other accelerator can be used. `import torchtpu` always does.
+nothing away: a TPU is there, TORCHTPU_PLATFORM asks for it, or no other accelerator can be used.
+`import torchtpu` always does.
 """
 
 from __future__ import annotations
@@ -129,6 +130,6 @@ def _check_name_is_free() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name != "privateuseone":
         raise ImportError(
-            f"torchtpu cannot register the device 'tpu': another backend has registered '{name}' in PyTorch's only slot "
-            "for backends outside its tree"
+            f"torchtpu cannot register the device 'tpu': another backend has registered '{name}' in PyTorch's only "
+            "slot for backends outside its tree"
         )

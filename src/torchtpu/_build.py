@@ -1,7 +1,8 @@
 """Build the C++ extension against the installed torch, once, and keep it in a cache.
 
-PyTorch's C++ interface is not binary compatible between versions, so the extension is compiled on the user's machine at first use.
-A cached extension is found by torch version, Python tag and a hash of the sources, and loads in milliseconds.
+PyTorch's C++ interface is not binary compatible between versions, so the extension is compiled on the user's machine
+at first use. A cached extension is found by torch version, Python tag and a hash of the sources, and loads in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _BUILD_PROGRAM = """
 import json, sys
 from torch.utils import cpp_extension
 job = json.loads(sys.argv[1])
-cpp_extension.load("_C", job["sources"], extra_cflags=job["flags"], build_directory=job["folder"], is_python_module=False)
+cpp_extension.load(
+    "_C", job["sources"], extra_cflags=job["flags"], build_directory=job["folder"], is_python_module=False
+)
 """
 
 
@@ -70,8 +73,8 @@ def check_torch(version: str) -> None:
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not OLDEST <= release < TOO_NEW:
         raise BuildError(
-            f"torchtpu supports torch {OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}, and torch {version} is installed: "
-            f"pip install 'torch>={OLDEST[0]}.{OLDEST[1]},<{TOO_NEW[0]}.{TOO_NEW[1]}'"
+            f"torchtpu supports torch {OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}, and torch {version} is "
+            f"installed: pip install 'torch>={OLDEST[0]}.{OLDEST[1]},<{TOO_NEW[0]}.{TOO_NEW[1]}'"
         )
 
 
@@ -109,7 +112,8 @@ def build(path: Path) -> None:
                 os.replace(Path(folder) / "_C.so", path)
     except OSError as error:
         raise BuildError(
-            f"torchtpu cannot keep its C++ extension in {cache_dir()} ({error}): set TORCHTPU_CACHE_DIR to a writable folder"
+            f"torchtpu cannot keep its C++ extension in {cache_dir()} ({error}): set TORCHTPU_CACHE_DIR "
+            "to a writable folder"
         ) from error
 
 
@@ -123,7 +127,8 @@ def _toolchain() -> dict[str, str]:
     if shutil.which(compiler.split()[0], path=environment["PATH"]) is None:
         raise BuildError(
             f"torchtpu builds a C++ extension at first use and found no C++ compiler ({compiler}): install one "
-            "(Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install), or set CXX"
+            "(Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install), "
+            "or set CXX"
         )
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         raise BuildError(
@@ -155,7 +160,7 @@ def _compile(folder: Path, environment: dict[str, str]) -> None:
 
 
 def _units(folder: Path) -> list[str]:
-    """Gather the sources in two files: torch's headers take most of the time, and are so read twice instead of seven times."""
+    """Gather the sources in two files: reading torch's headers takes most of the time, and so happens only twice."""
     names = [path.name for path in sorted(SOURCES.glob("*.cpp"))]
     first = [name for name in names if name in ("autocast.cpp", "views.cpp", "generator.cpp")]
     units = []
@@ -168,7 +173,7 @@ def _units(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes. The kernel drops it when its holder dies, so that nobody waits for a dead process."""
+    """Hold a lock between processes. The kernel drops it when its holder dies: nobody waits for a dead process."""
     import fcntl
 
     with open(path, "w") as file:

@@ -17,7 +17,7 @@ SWEEPS = [
 
 @pytest.mark.parametrize("entry", SWEEPS)
 def test_sweep(entry: str) -> None:
-    assert not failures(f"nn.functional.{entry}", FAMILIES, (torch.float32, torch.float64, torch.bfloat16), limit=5)
+    assert not failures(f"nn.functional.{entry}", FAMILIES, (torch.float32, torch.bfloat16))
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
@@ -92,11 +92,3 @@ def test_ctc(concatenated: bool, zero_infinity: bool) -> None:
     tensors = (torch.tensor(inputs), torch.tensor(lengths))
     again, _ = run_lowering(aten._ctc_loss.Tensor, log_probs, targets, *tensors, 0, zero_infinity)
     torch.testing.assert_close(again, loss)
-
-
-def test_ctc_without_a_batch() -> None:
-    log_probs = torch.randn(7, 5).log_softmax(-1)
-    arguments = (log_probs, torch.tensor([1, 2]), [7], [2])
-    loss, alpha = aten._ctc_loss.default(*arguments)
-    check(aten._ctc_loss.default, *arguments)
-    check(aten._ctc_loss_backward.default, torch.ones_like(loss), *arguments, loss, alpha, 0)

@@ -23,7 +23,7 @@ AWKWARD = torch.tensor([[3.0, NAN, 1, 2, NAN], [5, -INF, INF, 0, -0.0], [1, 1, 2
 
 @pytest.mark.parametrize("entry", SWEEPS)
 def test_sweep(entry: str) -> None:
-    assert not failures(entry, FAMILIES, (torch.float32, torch.bfloat16, torch.int64), limit=3)
+    assert not failures(entry, FAMILIES, (torch.float32, torch.bfloat16), limit=3)
 
 
 @pytest.mark.parametrize("entry", ["sum", "prod", "var", "linalg.vector_norm", "logsumexp", "logcumsumexp", "cumsum"])

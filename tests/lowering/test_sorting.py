@@ -57,9 +57,12 @@ def test_stable_sort(descending: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_topk_orders_nan_first(dtype: torch.dtype) -> None:
-    x = torch.tensor([3.0, NAN, -1, 7, INF, -INF, 0.5]).to(dtype)
+    x = torch.tensor([3.0, NAN, -1, 7, INF, -INF, 0.5, -1]).to(dtype)
+    x[-1] = -x[1]  # the NaN that 0 / 0 gives on x86 has its sign bit set
     for largest in (True, False):
-        check(aten.topk.default, x, 5, -1, largest)
+        values, index = run_lowering(aten.topk.default, x, 6, -1, largest)
+        torch.testing.assert_close(values, x.topk(6, largest=largest).values, equal_nan=True)
+        torch.testing.assert_close(x[index], values, equal_nan=True)
     check(aten.topk.default, torch.tensor([5, -(2**63), 2**63 - 1, 3]), 3, 0, False)
 
 

@@ -137,7 +137,8 @@ class TpuAllocator final : public c10::DeviceAllocator {
   }
   template <typename F>
   static void each(DeviceStats& s, F&& f) {
-    for (auto* stats : {&s.allocation, &s.segment, &s.active, &s.allocated_bytes, &s.reserved_bytes, &s.active_bytes, &s.requested_bytes})
+    for (auto* stats : {&s.allocation, &s.segment, &s.active, &s.allocated_bytes, &s.reserved_bytes, &s.active_bytes,
+                        &s.requested_bytes})
       for (auto& stat : *stats) f(stat);
   }
 

@@ -103,6 +103,13 @@ at::Tensor& set_empty_(at::Tensor& self) {
   return set_storage_(self, std::move(nothing), 0, {0}, {});
 }
 
+// Lets `module.to("tpu")` keep its Parameter objects (and so tied weights and optimizers), as with CUDA: PyTorch's own answer
+// knows only the dense backends in its list. All dense tensors share one TensorImpl, so their metadata can be swapped.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  const auto dense = [](const at::Tensor& t) { return t.layout() == c10::Layout::Strided && (t.is_cpu() || t.device().type() == kTPU); };
+  return (dense(self) && dense(from)) || self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
@@ -113,6 +120,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("is_set_to", at::native::is_set_to);
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
   m.impl("resize_", resize_);
   m.impl("set_", set_empty_);
   m.impl("set_.source_Tensor", at::native::set_tensor_);

@@ -1,7 +1,7 @@
 """``torch.tpu``: the device module, in the names of torch.cuda.
 
-Nothing here starts the device but what needs it: making a tensor, naming the device or describing it. Asking how many devices there
-are, seeding and selecting one do not, so a program that never uses a tpu pays nothing for having one.
+Nothing here starts the device but what needs it: making a tensor, naming the device or describing it. Asking how many
+devices there are, seeding and selecting one do not, so a program that never uses a tpu pays nothing for having one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = [
     "amp",
     "can_device_access_peer",
     "current_device",
-    "default_generators",
+    "default_generators",  # noqa: F405 - these two are properties of _DeviceModule
     "device",
     "device_count",
     "device_of",
-    "eager_mode",
+    "eager_mode",  # noqa: F405
     "fallback_count",
     "fallbacks",
     "get_amp_supported_dtype",
@@ -65,7 +65,8 @@ def _devices() -> types.ModuleType:
 def is_available() -> bool:
     """Whether there is a TPU, or ``TORCHTPU_PLATFORM=cpu`` asks for XLA:CPU in its place.
 
-    Without either the device still works, on XLA:CPU, but a program that looks for an accelerator should not take it for one.
+    Without either the device still works, on XLA:CPU, but a program that looks for an accelerator should not take it
+    for one.
     """
     return _devices().is_available()
 
@@ -170,7 +171,7 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    """Whether one device can be sent another's data without the user's help: all of a process can, through the runtime."""
+    """Whether data can go from one device to another directly: the runtime sends it between all of a process."""
     for index in (_index.device_index(device), _index.device_index(peer_device)):
         _check_index(index)
     return True
@@ -216,7 +217,7 @@ def fallbacks() -> dict[str, int]:
 
 
 def set_eager_mode(mode: str) -> Any:
-    """Context manager: run a block in an eager mode ("strict", "debug"). `torch.tpu.eager_mode = ...` sets it for good."""
+    """Context manager: run a block in an eager mode ("strict", "debug"). `torch.tpu.eager_mode = ...` sets it."""
     from torchtpu.eager import modes
 
     return modes.set_eager_mode(mode)

@@ -1,4 +1,4 @@
-"""What Dynamo knows of the device. PyTorch registers an interface of its own for "tpu", which knows one device and no streams.
+"""What Dynamo knows of the device. PyTorch has an interface of its own for "tpu", for one device without streams.
 
 Import this only once Dynamo is imported: it is expensive to import.
 """
@@ -70,7 +70,7 @@ class TpuInterface(device_interface.DeviceInterface):
 
 def register() -> None:
     """Make Dynamo use TpuInterface for "tpu" and "tpu:N"."""
-    device_interface.get_registered_device_interfaces()  # PyTorch registers its own on the first question: let it be first
+    device_interface.get_registered_device_interfaces()  # PyTorch registers its own on the first question
     device_interface.register_interface_for_device("tpu", TpuInterface)
     for i in range(torch.tpu.device_count()):
         device_interface.register_interface_for_device(f"tpu:{i}", TpuInterface)

@@ -1,6 +1,7 @@
 """Memory of the device, in the names of torch.cuda.memory.
 
-What is accounted is what tensors hold. The runtime's own pools, and the buffers inside a running program, are only in mem_get_info().
+What is accounted is what tensors hold. The runtime's own pools, and the buffers inside a running program, are only
+in mem_get_info().
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     """A table of memory_stats() for people to read."""
     index = device_index(device)
     stats = memory_stats(index)
-    pools = [("all", "")] if abbreviated else [("all", ""), ("large_pool", "  from large pool"), ("small_pool", "  from small pool")]
+    pools = [("all", ""), ("large_pool", "  from large pool"), ("small_pool", "  from small pool")]
+    if abbreviated:
+        pools = pools[:1]
     rows = [
         ("allocated_bytes", "Allocated memory", _size),
         ("active_bytes", "Active memory", _size),

@@ -1,4 +1,4 @@
-"""Random numbers of the device, in the names of torch.cuda.random. A generator is (seed, draws taken): 16 bytes of state."""
+"""Random numbers of the device, in the names of torch.cuda.random. A generator is a seed and a count of draws."""
 
 from __future__ import annotations
 

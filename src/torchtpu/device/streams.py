@@ -1,7 +1,7 @@
 """Streams and events, in the names of torch.cuda.
 
-XLA orders programs by the data they pass on, so a stream orders nothing by itself: code written for several streams is right
-without them, and waiting for a stream waits for its device.
+XLA orders programs by the data they pass on, so a stream orders nothing by itself: code written for several streams is
+right without them, and waiting for a stream waits for its device.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ _numbers: dict[tuple[type, Any, int], jax.Array] = {}
 
 def number_operand(value: Any, device: int) -> jax.Array:
     """A Python number as a weakly typed 0-d array on the device; recent ones are kept, so a constant costs a lookup."""
-    key = (type(value), value, device)
-    found = _numbers.get(key)
     # 0.0 and -0.0 are equal as keys and different as operands.
-    if found is not None and value != 0:
+    key = (type(value), value if value or type(value) is not float else str(value), device)
+    found = _numbers.get(key)
+    if found is not None:
         return found
     with jax.enable_x64(True):
         made = jax.device_put(jnp.asarray(value), devices.device(device))
@@ -70,11 +70,15 @@ def _bits(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def from_host(tensor: torch.Tensor, device: int) -> jax.Array:
-    """The value of a contiguous CPU tensor, copied once to the device."""
+    """The value of a contiguous CPU tensor that nobody else will write to.
+
+    XLA:CPU uses the memory as it is, and a TPU reads it after this returns: whoever passes a tensor that can still change passes a clone.
+    """
+    tensor = tensor.detach()
     bits = _bits(tensor.dtype)
-    host = tensor.detach().view(bits).numpy().view(to_jax(tensor.dtype)) if bits is not None else tensor.detach().numpy()
+    host = tensor.view(bits).numpy().view(to_jax(tensor.dtype)) if bits is not None else tensor.numpy()
     with jax.enable_x64(True):
-        return jax.device_put(host, devices.device(device), may_alias=False)
+        return jax.device_put(host, devices.device(device))
 
 
 def to_host(array: jax.Array) -> torch.Tensor:

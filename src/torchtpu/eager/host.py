@@ -12,7 +12,7 @@ import torch
 from torchtpu import _C
 from torchtpu.eager.arrays import array_of, from_host, make_spec, to_host, wrap_array
 from torchtpu.eager.errors import out_of_memory, translate
-from torchtpu.eager.kernels import make_kernel
+from torchtpu.eager.kernels import make_kernel, require_no_overlap
 from torchtpu.eager.views import physical_order
 from torchtpu.runtime import checks, devices
 
@@ -48,11 +48,12 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     if src.device.type != "tpu":
         if src.device.type != "cpu":
             src = src.cpu()
+        require_no_overlap([self], [])
         if src.shape != self.shape:
             src = src.expand(self.shape)
         src = src.detach().resolve_conj().resolve_neg()
         if not _store_from_host(self, src):
-            staged = wrap_array(_put(src.to(self.dtype).contiguous(), self.device.index), self.device.index)
+            staged = wrap_array(_put(_private(src.to(self.dtype).contiguous(), src), self.device.index), self.device.index)
             copy_(self, staged)
         return self
     if src.device != self.device:
@@ -63,6 +64,11 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
             _copy_on_device = make_kernel(_aten.copy_.default)
         _copy_on_device(self, src)
     return self
+
+
+def _private(host: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    """``host``, cloned if it is still the memory of ``src``: the one copy that a transfer makes."""
+    return host.clone() if host.untyped_storage().data_ptr() == src.untyped_storage().data_ptr() else host
 
 
 def _put(host: torch.Tensor, device: int) -> jax.Array:
@@ -85,7 +91,7 @@ def _store_from_host(self: torch.Tensor, src: torch.Tensor) -> bool:
     if not _covers_storage(self) or self.is_conj() or self.is_neg() or self.numel() == 0:
         return False
     order = physical_order(tuple(self.shape), tuple(self.stride()))
-    host = src.to(self.dtype).permute(order).contiguous()
+    host = _private(src.to(self.dtype).permute(order).contiguous(), src)
     spec = make_spec(tuple(self.shape), tuple(self.stride()), self.dtype)
     _C.store(self, _put(host, self.device.index), spec)
     return True

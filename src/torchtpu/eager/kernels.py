@@ -25,6 +25,7 @@ from torchtpu.eager.errors import translate
 from torchtpu.eager.fallback import run_on_cpu
 from torchtpu.eager.meta import Unknown, metas_of, run_meta
 from torchtpu.eager.program import Call, Program, describe, name_of, output_spec, storage_spec, trace_function
+from torchtpu.eager.views import physical_order
 from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
 from torchtpu.lowering.registry import Lowering, find
@@ -106,6 +107,8 @@ class Kernel:
         """First call of a signature: check it, build its program, run it."""
         args, kwargs = self._move_indices(args, kwargs)
         require_one_device(self.op, args, kwargs)
+        if self.derived is not None:
+            require_no_overlap(self._written(args, kwargs), tree_leaves((args, kwargs)))
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.device.type != "cpu"]
         for _ in range(len(tensors) + 1):
             if not any([prepare_storage(t) for t in tensors]):
@@ -137,14 +140,14 @@ class Kernel:
         indices = [i.to(args[0].device) if isinstance(i, torch.Tensor) and i.device != args[0].device else i for i in args[1]]
         return (args[0], indices, *args[2:]), kwargs
 
+    def _written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that this call writes to."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        return [t for n in written_arguments(self.op) for t in tree_leaves(given.get(n)) if isinstance(t, torch.Tensor)]
+
     def _split_dtypes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Two arguments see one storage with different dtypes: read the later ones from copies."""
-        written = set(written_arguments(self.op))
-        first: dict[int, torch.dtype] = {}
-        for n in written:
-            value = kwargs.get(n, args[self.names.index(n)] if self.names.index(n) < len(args) else None)
-            if isinstance(value, torch.Tensor):
-                first[value.untyped_storage()._cdata] = value.dtype
+        first = {t.untyped_storage()._cdata: t.dtype for t in self._written(args, kwargs)}
 
         def copied(x: Any) -> Any:
             if not isinstance(x, torch.Tensor) or x.device.type == "cpu":
@@ -162,16 +165,13 @@ class Kernel:
         except Unknown:
             return None, False
         resized = False
-        for name in written_arguments(self.op):
-            position = self.names.index(name)
-            given = kwargs.get(name, args[position] if position < len(args) else None)
-            for tensor in given if isinstance(given, list | tuple) else [given]:
-                stand_in = stand_ins.get(id(tensor))
-                if stand_in is not None and stand_in.shape != tensor.shape:
-                    tensor.resize_(stand_in.shape)
-                    if stand_in.stride() != tensor.stride():
-                        tensor.as_strided_(stand_in.shape, stand_in.stride())
-                    resized = True
+        for tensor in self._written(args, kwargs):
+            stand_in = stand_ins.get(id(tensor))
+            if stand_in is not None and stand_in.shape != tensor.shape:
+                tensor.resize_(stand_in.shape)
+                if stand_in.stride() != tensor.stride():
+                    tensor.as_strided_(stand_in.shape, stand_in.stride())
+                resized = True
         results = list(result) if isinstance(result, tuple | list) and len(self.returns) > 1 else [result]
         fresh = [r for r, owner in zip(results, self.returns, strict=False) if owner is None]
         return metas_of(fresh), resized
@@ -212,7 +212,7 @@ class Kernel:
         # a storage's position among the owners is its rank among the storages
         rank = {i: n for n, i in enumerate(i for i, s in enumerate(call.operands) if s is not None)}
         writes = [(rank[i], spec) for i, spec in program.writes]
-        random, op, wrap, store = program.random, self.op, _C.wrap, _C.store
+        random, op, wrap, store, note = program.random, self.op, _C.wrap, _C.store, devices.note
         count = len(outputs)
 
         if count == 1 and not (writes or messages or random or program.returns[0] or outputs[0] is None):
@@ -227,6 +227,7 @@ class Kernel:
                     value = run(*operands)[0]
                 except Exception as error:
                     raise translate(error, op, device) from error
+                note(device, value)
                 if modes.blocking:
                     block(op, [value], device)
                 return wrap(spec, value, device)
@@ -248,6 +249,8 @@ class Kernel:
                 values = run(*operands)
             except Exception as error:
                 raise translate(error, op, device) from error
+            if values:
+                note(device, values[-1])  # the results of a program become ready together
             if messages:
                 checks.note(values[-1], messages, name_of(op))
             if modes.blocking:
@@ -323,6 +326,42 @@ def require_one_device(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
             f"In {name_of(op)}, argument '{first[0]}' is on {first[1]} and argument '{label}' is on {t.device}: "
             f"move one of them with .to(\"{first[1]}\")."
         )
+
+
+def require_no_overlap(written: list[torch.Tensor], read: list[Any]) -> None:
+    """Raise PyTorch's errors for writes whose result would depend on the order of elements.
+
+    Raises:
+        RuntimeError: a written tensor has several elements in one place, or shares only some of its places with one that is read.
+    """
+    for t in written:
+        if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
+            raise RuntimeError(
+                "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+                "Please clone() the tensor before performing the operation."
+            )
+        for other in read:
+            if isinstance(other, torch.Tensor) and other is not t and other.device == t.device and _partly_overlap(t, other):
+                raise RuntimeError(
+                    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
+                    "location. Please clone() the tensor before performing the operation."
+                )
+
+
+def _partly_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """PyTorch's rule (``at::get_overlap_status``): only dense tensors are judged."""
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata or not a.numel() or not b.numel():
+        return False
+    if not _dense(a) or not _dense(b):
+        return False
+    first, second = a.storage_offset() * a.itemsize, b.storage_offset() * b.itemsize
+    if first == second and a.nbytes == b.nbytes:
+        return a.stride() != b.stride()
+    return first < second + b.nbytes and second < first + a.nbytes
+
+
+def _dense(t: torch.Tensor) -> bool:
+    return physical_order(tuple(t.shape), tuple(t.stride())) is not None
 
 
 class _Dynamic:

@@ -24,7 +24,7 @@ def run_meta(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         what the operator returned, and for every tensor argument (by ``id``) its stand-in, which an out= operator may have resized.
 
     Raises:
-        Unknown: there is no meta kernel.
+        Unknown: there is no meta kernel, or it refuses what the CPU accepts.
         Exception: what PyTorch raises for wrong arguments: the same error as on any device.
     """
     stand_ins: dict[int, torch.Tensor] = {}
@@ -45,13 +45,39 @@ def run_meta(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     try:
         with torch.no_grad():
             return op(*meta_args, **meta_kwargs), stand_ins
-    except NotImplementedError as error:
+    except Exception as error:
+        # A meta kernel's words are often its own, and some know less than the CPU does: let the CPU kernel judge the same geometry.
+        _raise_as_cpu(op, args, kwargs)
         raise Unknown(str(error)) from error
-    except RuntimeError as error:
-        text = str(error)
-        if "meta tensor" in text.lower() or "Cannot copy out of meta" in text or "data-dependent" in text or "DataDependent" in text:
-            raise Unknown(text) from error
-        raise
+
+
+_JUDGE_LIMIT = 2**26
+"""Largest total of elements for which an error is reproduced on the CPU."""
+
+
+def _raise_as_cpu(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what PyTorch CPU raises for arguments of this geometry; return if it accepts them or is not to be asked."""
+    made: dict[int, torch.Tensor] = {}
+
+    def zeros(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.device.type != "cpu":
+            if id(x) not in made:
+                made[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
+            return made[id(x)]
+        if isinstance(x, torch.device):
+            return torch.device("cpu")
+        return None if isinstance(x, torch.Generator) else x
+
+    if sum(x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)) > _JUDGE_LIMIT:
+        return
+    cpu_args, cpu_kwargs = tree_map(zeros, (args, kwargs))
+    if "device" in cpu_kwargs or ("device" in {a.name for a in op._schema.arguments} and not made):
+        cpu_kwargs["device"] = torch.device("cpu")
+    try:
+        with torch.no_grad():
+            op(*cpu_args, **cpu_kwargs)
+    except NotImplementedError:
+        return
 
 
 def metas_of(result: Any) -> list[Meta | None]:

@@ -45,10 +45,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Number:
-    """A number argument: which operand holds it; ``dtype`` is None for a Python number (weakly typed)."""
+    """A number argument: which operand holds it, and its Python type; ``dtype`` is None for a Python number (weakly typed)."""
 
     operand: int
     dtype: torch.dtype | None
+    kind: type
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def describe(op: OpOverload, operand_flags: dict[str, bool], args: Sequence[Any]
     def tensor(t: torch.Tensor) -> Any:
         if t.device.type == "cpu":
             operands.append(None)
-            return Number(len(operands) - 1, None if _C.is_wrapped_number(t) else t.dtype)
+            return Number(len(operands) - 1, None if _C.is_wrapped_number(t) else t.dtype, type(t.item()))
         identity = t.untyped_storage()._cdata
         size, stride = tuple(t.shape), tuple(t.stride())
         if identity not in seen:
@@ -121,7 +122,7 @@ def describe(op: OpOverload, operand_flags: dict[str, bool], args: Sequence[Any]
             return tensor(x)
         if isinstance(x, bool | int | float | complex) and operand:
             operands.append(None)
-            return Number(len(operands) - 1, None)
+            return Number(len(operands) - 1, None, type(x))
         if isinstance(x, tuple | list):
             return [leaf(y, operand) for y in x]
         return x

@@ -81,11 +81,27 @@ def _index_put_(op: Any) -> Callable[..., Any]:
     return kernel
 
 
+def _native_batch_norm() -> Callable[..., Any]:
+    """``native_batch_norm`` updates the running statistics while training, and its schema does not say so."""
+    plain, updating = None, None
+
+    def kernel(input: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
+        nonlocal plain, updating
+        if not training or mean is None:
+            plain = plain or make_kernel(_aten.native_batch_norm.default)
+            return plain(input, weight, bias, mean, var, training, *rest)
+        updating = updating or make_kernel(_aten._native_batch_norm_legit.default)
+        return updating(input, weight, bias, mean, var, training, *rest)
+
+    return kernel
+
+
 SPECIAL_KERNELS: dict[str, Callable[..., Any]] = {
     "index.Tensor": _indexing(_aten.index.Tensor),
     "_unsafe_index.Tensor": _indexing(_aten._unsafe_index.Tensor),
     "index_put_": _index_put_(_aten.index_put_.default),
     "_index_put_impl_": _index_put_(_aten._index_put_impl_.default),
     "index_put": _indexing(_aten.index_put.default),
+    "native_batch_norm": _native_batch_norm(),
 }
 """Kernels by overload."""

@@ -6,6 +6,7 @@ JAX is imported when the first tensor is made, not before: `count()` and `is_ava
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
 import importlib.util
 import os
@@ -46,6 +47,9 @@ def _after_fork_in_child() -> None:
     _state.lock = threading.RLock()
     if _state.devices or _state.starting:
         _state.bad_fork = True
+    for device in _state.devices:
+        # Destroying the client at exit would wait for those threads for ever: keep one reference that nobody drops.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(device.client))
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -173,7 +177,7 @@ def _cpu_client() -> list[Any]:
     import jax
 
     if jax.config.jax_platforms is None:
-        # Left to itself JAX starts every platform it finds, and would take the chip or most of a GPU's memory for nothing.
+        # Left to itself JAX starts every platform it finds, and would take the chip, or most of a GPU's memory.
         jax.config.update("jax_platforms", "cpu")
     if wanted > 1:
         try:
@@ -182,8 +186,8 @@ def _cpu_client() -> list[Any]:
             present = len(jax.local_devices(backend="cpu"))
             if present < wanted:
                 raise RuntimeError(
-                    f"TORCHTPU_CPU_DEVICES={wanted}, but this process has already started JAX with {present} CPU device(s): "
-                    f"use the tpu device before JAX, or start JAX with jax_num_cpu_devices={wanted}"
+                    f"TORCHTPU_CPU_DEVICES={wanted}, but this process has already started JAX with {present} CPU "
+                    f"device(s): use the tpu device before JAX, or start JAX with jax_num_cpu_devices={wanted}"
                 ) from None
     try:
         found = jax.local_devices(backend="cpu")
@@ -241,6 +245,9 @@ def synchronize(index: int) -> None:
     if not _state.devices:
         return
     _wait(index, _enqueued(index))
+    from torchtpu.runtime import checks
+
+    checks.raise_failed()
 
 
 def query(index: int) -> bool:
@@ -363,12 +370,13 @@ def properties(index: int = 0) -> DeviceProperties:
     name = device_name(index)
     generation = re.search(r"v(\d+)", name)
     coords = getattr(target, "coords", None)
+    cores = 1 if _state.platform == "tpu" else os.cpu_count() or 1
     return DeviceProperties(
         name=name,
         platform=_state.platform,
         device_kind=target.device_kind,
         total_memory=memory_info(index)[1],
-        multi_processor_count=getattr(target, "num_cores", None) or (1 if _state.platform == "tpu" else os.cpu_count() or 1),
+        multi_processor_count=getattr(target, "num_cores", None) or cores,
         major=int(generation.group(1)) if generation else 0,
         minor=0,
         index=index,

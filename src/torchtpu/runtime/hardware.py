@@ -1,4 +1,4 @@
-"""Which accelerators this machine has, told from the device files alone: no driver is opened, nothing is initialised."""
+"""Which accelerators this machine has, told from device files alone: no driver is opened, nothing initialised."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Scaled dot-product attention in the forms PyTorch's dispatcher may ask for.
 
-Scores, softmax and log-sum-exp are float32 (float64 for float64 inputs) whatever the inputs are. A row that may attend to nothing gives
-zeros. Gradients recompute the probabilities from the log-sum-exp, so that no (query x key) matrix is kept between forward and backward.
+Scores, softmax and log-sum-exp are float32 (float64 for float64 inputs) whatever the inputs are. A row that may attend
+to nothing gives zeros. Gradients recompute the probabilities from the log-sum-exp, so that no (query x key) matrix is
+kept between forward and backward.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def forward(query, key, value, mask, dropout_p, is_causal, scale, key_data=None)
 
 def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_p, is_causal, scale, key_data=None):
     """Gradients of query, key, value, and of the scores (grouped), which is that of a mask before broadcasting."""
-    shared, each = _groups(query, key)
+    shared, _ = _groups(query, key)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     s = _scores(query, key, mask, is_causal, scale)
     p = _probabilities(s, cast(logsumexp, s.dtype).reshape(s.shape[:-1]))
@@ -158,9 +159,7 @@ def overrideable_backward(
     dropout_p, is_causal, philox_seed, philox_offset, scale=None,
 ):  # fmt: skip
     key_data = _kept_key(dropout_p, philox_seed)
-    *grads, ds = backward(
-        grad_out, query, key, value, attn_bias, out, logsumexp, dropout_p, is_causal, scale, key_data
-    )
+    *grads, ds = backward(grad_out, query, key, value, attn_bias, out, logsumexp, dropout_p, is_causal, scale, key_data)
     wanted = attn_bias is not None and attn_bias.dtype != jnp.bool_ and grad_input_mask[3]
     bias = _mask_gradient(ds, attn_bias, query) if wanted else None
     if attn_bias is not None and bias is None:
@@ -187,7 +186,17 @@ def flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=F
     out, lse, _ = forward(query, key, value, None, dropout_p, is_causal, scale, key_data)
     state = jnp.stack([_seed(key_data).astype(jnp.uint64), jnp.zeros((), jnp.uint64)])
     debug = jnp.zeros((0,), query.dtype)
-    return out, cast(lse, jnp.float32), None, None, query.shape[-2], key.shape[-2], state, jnp.zeros((), jnp.uint64), debug
+    return (
+        out,
+        cast(lse, jnp.float32),
+        None,
+        None,
+        query.shape[-2],
+        key.shape[-2],
+        state,
+        jnp.zeros((), jnp.uint64),
+        debug,
+    )
 
 
 @lowering("_scaled_dot_product_flash_attention_backward", static=_STATIC)

@@ -15,7 +15,7 @@ def convert(x, dtype):
     Floats become narrow or unsigned integers by way of a wider one, so that they wrap (-1.0 is 255 as uint8) where XLA
     would saturate.
     """
-    if jnp.dtype(dtype) == bool:
+    if jnp.dtype(dtype).kind == "b":
         return x != 0
     if jnp.dtype(dtype).kind in "iu" and jnp.dtype(dtype).itemsize < 4 and x.dtype.kind not in "iub":
         x = cast(x, jnp.int32)

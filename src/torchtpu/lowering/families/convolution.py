@@ -68,8 +68,7 @@ def convolution_backward(
 
     def gradient(of, value):
         _, transpose = jax.vjp(of, value)
-        # PyTorch's gradient of a complex product conjugates the other factor; a transpose does not.
-        return transpose(grad_output.conj())[0].conj() if jnp.iscomplexobj(value) else transpose(grad_output)[0]
+        return transpose(grad_output)[0]
 
     wide = cast(grad_output, accumulator(grad_output.dtype))
     bias_axes = (0, *range(2, grad_output.ndim))
@@ -92,9 +91,7 @@ def convolution_backward_overrideable(
 @lowering("conv_tbc")
 def conv_tbc(self, weight, bias, pad=0):
     """Time, batch, channel: a 1-d convolution whose weight is (width, in, out)."""
-    y = convolution(
-        self.transpose(1, 2, 0), weight.transpose(2, 1, 0), bias, [1], [pad], [1], False, [0], 1
-    )
+    y = convolution(self.transpose(1, 2, 0), weight.transpose(2, 1, 0), bias, [1], [pad], [1], False, [0], 1)
     return y.transpose(2, 0, 1)
 
 

@@ -141,8 +141,6 @@ def _linspace(start, end, steps: int, dtype: np.dtype) -> jax.Array:
     )  # PyTorch rounds the ends to the result's type first
     i = jnp.arange(steps, dtype=jnp.int32)
     step = (end - start) / max(steps - 1, 1)
-    if dtype.kind not in "iub":
-        step = cast(cast(step, dtype), compute)
     up, down = (cast(n, compute) * step for n in (i, steps - 1 - i))
     return jnp.where(i < steps // 2, start + up, end - down)
 
@@ -244,6 +242,6 @@ def complex_(real, imag):
 
 
 @lowering("polar")
-def polar(abs, angle):  # noqa: A002 - the schema's name
+def polar(abs, angle):
     (radius, phase), _ = promote(abs, angle)
     return jax.lax.complex(radius * jnp.cos(phase), radius * jnp.sin(phase))

@@ -15,10 +15,8 @@ Array = jax.Array
 Lengths = Sequence[int] | Array
 
 
-def _batched(log_probs: Array, targets: Array, target_lengths: np.ndarray) -> tuple[Array, Array]:
-    """Log-probabilities as (T, N, C) and targets as an int32 (N, S) table, from any of the layouts PyTorch takes."""
-    if log_probs.ndim == 2:
-        log_probs, targets = log_probs[:, None, :], targets.reshape(1, -1)
+def _table(targets: Array, target_lengths: np.ndarray) -> Array:
+    """The targets as an int32 (N, S) table, from a table or from one concatenated row."""
     longest = int(target_lengths.max(initial=0))
     if targets.ndim == 1:
         starts = np.cumsum(target_lengths) - target_lengths
@@ -26,7 +24,7 @@ def _batched(log_probs: Array, targets: Array, target_lengths: np.ndarray) -> tu
         table = targets[place] if targets.shape[0] else jnp.zeros(place.shape, np.int32)
     else:
         table = targets[:, :longest]
-    return log_probs, table.astype(np.int32)
+    return table.astype(np.int32)
 
 
 def _lengths(lengths: Lengths) -> np.ndarray:
@@ -140,9 +138,7 @@ def _backward(
 @lowering("_ctc_loss", "_ctc_loss.Tensor", dynamic=True)
 def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False):
     inputs, lengths = _lengths(input_lengths), _lengths(target_lengths)
-    batched, table = _batched(log_probs, targets, lengths)
-    loss, log_alpha = _forward(batched, table, inputs, lengths, blank)
-    return (loss, log_alpha) if log_probs.ndim == 3 else (loss[0], log_alpha[0])
+    return _forward(log_probs, _table(targets, lengths), inputs, lengths, blank)
 
 
 @lowering("_ctc_loss_backward", "_ctc_loss_backward.Tensor", dynamic=True)
@@ -158,16 +154,5 @@ def _ctc_loss_backward(
     zero_infinity=False,
 ):
     inputs, lengths = _lengths(input_lengths), _lengths(target_lengths)
-    batched, table = _batched(log_probs, targets, lengths)
-    result = _backward(
-        grad.reshape(-1),
-        batched,
-        table,
-        inputs,
-        lengths,
-        neg_log_likelihood.reshape(-1),
-        log_alpha.reshape(-1, *log_alpha.shape[-2:]),
-        blank,
-        zero_infinity,
-    )
-    return result.reshape(log_probs.shape)
+    table = _table(targets, lengths)
+    return _backward(grad, log_probs, table, inputs, lengths, neg_log_likelihood, log_alpha, blank, zero_infinity)

@@ -23,8 +23,11 @@ def _run(name: str, *args, **kwargs):
     return apply(getattr(getattr(_aten, base), overload or "default"), args, kwargs)
 
 
-_UNARY = """abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round
-rsqrt sigmoid sign sin sinh sqrt tan tanh trunc""".split()
+_UNARY = [
+    "abs", "acos", "asin", "atan", "ceil", "cos", "cosh", "erf", "erfc", "exp",
+    "expm1", "floor", "frac", "lgamma", "log", "log10", "log1p", "log2", "neg", "reciprocal",
+    "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "tan", "tanh", "trunc",
+]  # fmt: skip
 
 
 def _unary(name: str):
@@ -141,9 +144,7 @@ def _fused(base: str) -> None:
 
     def each(self, tensor1, tensor2, scalars):
         values = [scalars[i] for i in range(len(self))] if isinstance(scalars, jax.Array) else scalars
-        return [
-            _run(base, x, y, z, value=v) for x, y, z, v in zip(self, tensor1, tensor2, values, strict=True)
-        ]
+        return [_run(base, x, y, z, value=v) for x, y, z, v in zip(self, tensor1, tensor2, values, strict=True)]
 
     lowering(f"_foreach_{base}.Scalar")(one)
     lowering(f"_foreach_{base}.ScalarList", f"_foreach_{base}.Tensor")(each)

@@ -167,6 +167,18 @@ def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=
     return read(weight, (rows,))
 
 
+@lowering("embedding_renorm", static=("norm_type",))
+def embedding_renorm(self, indices, max_norm, norm_type):
+    """The table with the rows that are used, and are longer than ``max_norm``, scaled down to it."""
+    rows = check_index(indices.reshape(-1), self.shape[0], "index out of range in self", allow_negative=False)
+    compute = jnp.float32 if self.dtype in (jnp.float16, jnp.bfloat16) else self.dtype
+    used = read(self, (rows,)).astype(compute)
+    norms = jnp.linalg.norm(used, norm_type, axis=-1, keepdims=True)
+    limit = cast(max_norm, compute)
+    shorter = jnp.where(norms > limit, used * (limit / (norms + 1e-7)), used)
+    return self.at[rows].set(shorter.astype(self.dtype), mode="promise_in_bounds", wrap_negative_indices=False)
+
+
 def _add_rows(rows: jax.Array, values: jax.Array, count: int) -> jax.Array:
     """A table of ``count`` rows: the sum of the values given for each; 16-bit floats add in float32."""
     compute = jnp.float32 if values.dtype in (jnp.float16, jnp.bfloat16) else values.dtype

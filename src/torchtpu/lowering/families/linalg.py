@@ -208,16 +208,26 @@ def _parity(pivots):
     return 1 - 2 * (moved.sum(-1, dtype=jnp.int32) % 2)
 
 
+def _column_major(a):
+    """The matrix whose LU PyTorch's det and slogdet save for a row-major ``a``: its transpose, unless it is complex.
+
+    Their backward formulas take the saved factors to be those of the transpose if ``a`` is real and contiguous, and of
+    ``a`` itself otherwise. A lowering sees no strides and assumes contiguity; for a real matrix in another layout the
+    caller passes its transpose, which has the same determinant.
+    """
+    return a if jnp.iscomplexobj(a) else a.swapaxes(-1, -2)
+
+
 @lowering("_linalg_det")
 def linalg_det(A):
-    lu, pivots, _ = _lu(A)
+    lu, pivots, _ = _lu(_column_major(A))
     diagonal = jnp.diagonal(lu, axis1=-2, axis2=-1)
     return diagonal.prod(-1, dtype=A.dtype) * _parity(pivots).astype(A.dtype), lu, pivots + 1
 
 
 @lowering("_linalg_slogdet")
 def linalg_slogdet(A):
-    lu, pivots, _ = _lu(A)
+    lu, pivots, _ = _lu(_column_major(A))
     diagonal = jnp.diagonal(lu, axis1=-2, axis2=-1)
     size = jnp.abs(diagonal)
     unit = jnp.sign(diagonal)
@@ -259,19 +269,14 @@ def _leading_eye(x):
 
 @lowering("ormqr")
 def ormqr(self, input2, input3, left=True, transpose=False):
-    """Multiply by the Q of reflectors ``self`` and their factors, or by its adjoint."""
+    """Multiply ``input3`` by the Q of reflectors ``self`` with factors ``input2``, or by its adjoint."""
     m = self.shape[-2]
-    reflectors = self[..., : input3.shape[-1]]
+    reflectors = self[..., : input2.shape[-1]]
     pads = [(0, 0)] * (self.ndim - 1) + [(0, m - reflectors.shape[-1])]
-    square = jnp.pad(reflectors, pads)
-    q = householder_product(square, input3)
+    q = householder_product(jnp.pad(reflectors, pads), input2)
     q = _adjoint(q) if transpose else q
-    q, other = _broadcast(q, self_or(input2))
+    q, other = _broadcast(q, input3)
     return product(q, other) if left else product(other, q)
-
-
-def self_or(x):
-    return x
 
 
 @lowering("_linalg_eigh")
@@ -341,7 +346,11 @@ def matrix_exp(self):
 
 @lowering("linalg_lstsq", static=("rcond",))
 def lstsq(self, b, rcond=None, driver=None):
-    """Minimum-norm solution through the singular values; the driver decides only which results are filled in."""
+    """Minimum-norm solution through the singular values; the driver decides only which results are filled in.
+
+    The residuals of a rank-deficient matrix, which PyTorch leaves out, are returned: whether they exist would depend on
+    data.
+    """
     m, n = self.shape[-2:]
     real, batch = _real(self.dtype), self.shape[:-2]
     driver = driver or "gelsy"
@@ -356,8 +365,7 @@ def lstsq(self, b, rcond=None, driver=None):
     x = product(_adjoint(vh), inverse[..., None] * product(_adjoint(u), y))
     residual = y - product(self, x)
     squares = (residual * residual.conj()).real.sum(-2, dtype=real)
-    full_rank = driver == "gels"
     none = jnp.zeros((0,), real)
     rank = kept.sum(-1, dtype=jnp.int64) if driver != "gels" else jnp.zeros((0,), jnp.int64)
     values = s if driver in ("gelsd", "gelss") else none
-    return (x[..., 0] if vector else x), squares if m > n and full_rank else none, rank, values
+    return (x[..., 0] if vector else x), squares if m > n and driver != "gelsy" else none, rank, values

@@ -42,11 +42,14 @@ def mm_dtype(self, mat2, out_dtype):
     return cast(product(self, mat2), to_jax(out_dtype))
 
 
-@lowering("dot", "_int_mm")
-def dot(self, tensor=None, mat2=None):
-    if tensor is None:
-        return jnp.matmul(self, mat2, preferred_element_type=jnp.int32)
+@lowering("dot")
+def dot(self, tensor):
     return cast(product(self, tensor), self.dtype)
+
+
+@lowering("_int_mm")
+def int_mm(self, mat2):
+    return jnp.matmul(self, mat2, preferred_element_type=jnp.int32)
 
 
 @lowering("vdot")
@@ -76,7 +79,7 @@ def addmm_dtype(self, mat1=None, mat2=None, out_dtype=None, beta=1, alpha=1, *, 
 @lowering("_addmm_activation")
 def addmm_activation(self, mat1, mat2, beta=1, alpha=1, use_gelu=False):
     y = _combine(self, product(mat1, mat2), beta, alpha, accumulator(mat1.dtype))
-    return cast(jax.nn.gelu(y, approximate=True) if use_gelu else jax.nn.relu(y), self.dtype)
+    return cast(jax.nn.gelu(y, approximate=False) if use_gelu else jax.nn.relu(y), self.dtype)
 
 
 @lowering("addbmm")
@@ -182,10 +185,18 @@ def scaled_mm_v2(
     return scaled_mm(self, mat2, scale_a[0], scale_b[0], bias, None, out_dtype)
 
 
-def _ragged(x, y, sizes, contracting, batch=((), ()), ragged=(0,), group=(0,)):
-    numbers = jax.lax.RaggedDotDimensionNumbers((contracting, batch), list(ragged), list(group))
-    return jax.lax.ragged_dot_general(
-        x, y, sizes, numbers, precision=matmul_precision(), preferred_element_type=accumulator(x.dtype)
+def _ragged(x, y, sizes, contracting, ragged=(0,), group=(0,)):
+    numbers = jax.lax.RaggedDotDimensionNumbers((contracting, ((), ())), list(ragged), list(group))
+    wide = accumulator(x.dtype)
+
+    def grouped(x, y, sizes):
+        return jax.lax.ragged_dot_general(
+            x, y, sizes, numbers, precision=matmul_precision(), preferred_element_type=wide
+        )
+
+    # XLA:CPU has no bfloat16 product for all of these forms.
+    return jax.lax.platform_dependent(
+        x, y, sizes, cpu=lambda x, y, n: grouped(cast(x, wide), cast(y, wide), n), default=grouped
     )
 
 

@@ -1,7 +1,7 @@
 """Fused optimizer steps over lists of tensors, and the loss scaling of automatic mixed precision.
 
-Learning rates and the like are operands of the program, so a schedule never recompiles. Scalars are combined in float64, as PyTorch does
-on the host: ``1 - beta2 ** step`` loses five digits in float32.
+Learning rates and the like are operands of the program, so a schedule never recompiles. Scalars are combined in float64,
+as PyTorch does on the host: ``1 - beta2 ** step`` loses digits in float32.
 """
 
 from __future__ import annotations
@@ -147,9 +147,7 @@ def amp_unscale(self, found_inf, inv_scale):
 
 
 @lowering("_amp_update_scale")
-def amp_update_scale(
-    self, growth_tracker, found_inf, scale_growth_factor, scale_backoff_factor, growth_interval
-):
+def amp_update_scale(self, growth_tracker, found_inf, scale_growth_factor, scale_backoff_factor, growth_interval):
     found = found_inf.reshape(()) != 0
     steps = growth_tracker + 1
     grows = steps == growth_interval

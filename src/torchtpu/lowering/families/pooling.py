@@ -1,7 +1,8 @@
 """Pooling: average and maximum over windows, adaptive and fractional windows, unpooling, and their gradients.
 
-A maximum is taken one dimension at a time, so a window costs the sum of its extents, not their product. The state is (value, flat
-index of the input position); PyTorch's rule is kept: the first of equal values wins, the last NaN wins over everything.
+A maximum is taken one dimension at a time, so a window costs the sum of its extents, not their product. The state is
+(value, flat index of the input position); PyTorch's rule is kept: the first of equal values wins, the last NaN wins over
+everything.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def _max_pool_backward(rank, grad_output, self, kernel_size, stride, padding, di
     stride = _full(stride, rank) if len(_listed(stride)) else kernel
     if math.prod(kernel) > _MAX_UNROLLED or self.size == 0:
         return _scatter_gradient(grad_output, self, indices, rank)
-    # Window element j of output o lies at input o * stride - padding + j * dilation: spread the gradients of one j over the
-    # input with a strided pad, keeping those whose index says that the maximum was there. No scatter.
+    # Window element j of output o lies at input o * stride - padding + j * dilation: spread the gradients of one j over
+    # the input with a strided pad, keeping those whose index says that the maximum was there. No scatter.
     grad = cast(grad_output, accumulator(grad_output.dtype))
     out, size = grad.shape[-rank:], self.shape[-rank:]
     index = indices.astype(jnp.int32)
@@ -236,7 +237,9 @@ def _fractional_max(rank, self, kernel_size, output_size, random_samples):
 def _unpool(rank, self, indices, output_size):
     lead, sizes = self.shape[:-rank], list(output_size)
     extent = math.prod(sizes)
-    at = check_index(indices.reshape(-1), extent, "max_unpool: index {value} is outside the output", allow_negative=False)
+    at = check_index(
+        indices.reshape(-1), extent, "max_unpool: index {value} is outside the output", allow_negative=False
+    )
     put = lambda z, i, v: z.at[i].set(v)  # noqa: E731
     for _ in lead:
         put = jax.vmap(put)
@@ -261,18 +264,14 @@ def _register(rank: int) -> None:
         return _max_pool(rank, self, kernel_size, stride, padding, dilation, ceil_mode)
 
     def max_backward(grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
-        return _max_pool_backward(
-            rank, grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices
-        )
+        return _max_pool_backward(rank, grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices)
 
     def avg_pool(
         self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
     ):
         return _avg_pool(rank, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
-    def avg_backward(
-        grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
-    ):
+    def avg_backward(grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
         options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
         return _transposed(lambda x: _avg_pool(rank, x, *options), self, grad_output)
 

@@ -263,7 +263,7 @@ def binomial(count, prob):
 
 
 @lowering("native_dropout", random=True)
-def native_dropout(input, p, train=None):  # noqa: A002 - the schema's name
+def native_dropout(input, p, train=None):
     if train is False:
         return input, jnp.ones(input.shape, bool)
     compute = _compute(input.dtype)

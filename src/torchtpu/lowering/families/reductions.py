@@ -127,27 +127,29 @@ def aminmax(self, dim=None, keepdim=False):
     return amin(self, dim, keepdim), amax(self, dim, keepdim)
 
 
-def _position(search: Callable[..., jax.Array], self: jax.Array, dim: int | None, keepdim: bool) -> jax.Array:
+def _position(extreme: Callable[..., jax.Array], self: jax.Array, dim: int | None, keepdim: bool) -> jax.Array:
     """The first position of an extreme, NaN being the most extreme, along ``dim`` or in the flat tensor."""
-    x = self.astype(np.uint8) if self.dtype == bool else self
-    shape = (1,) * x.ndim
-    if dim is None or x.ndim == 0:
-        index = search(x.reshape(-1), 0, np.int32).reshape(shape if keepdim else ())
-    else:
-        dim %= x.ndim
-        index = search(x, dim, np.int32)
-        index = jnp.expand_dims(index, dim) if keepdim else index
+    if dim is None or self.ndim == 0:
+        index = _position(extreme, self.reshape(-1), 0, False)
+        return index.reshape((1,) * self.ndim) if keepdim else index
+    dim %= self.ndim
+    # Two plain reductions: XLA:CPU does not vectorise one reduction of (value, index) pairs.
+    here = self == extreme(self, axis=dim, keepdims=True)
+    if jnp.issubdtype(self.dtype, jnp.floating):
+        here |= jnp.isnan(self)
+    places = jax.lax.broadcasted_iota(np.int32, self.shape, dim)
+    index = jnp.min(jnp.where(here, places, np.int32(self.shape[dim])), axis=dim, keepdims=keepdim)
     return index.astype(INT64)
 
 
 @lowering("argmax")
 def argmax(self, dim=None, keepdim=False):
-    return _position(jax.lax.argmax, self, dim, keepdim)
+    return _position(jnp.max, self, dim, keepdim)
 
 
 @lowering("argmin")
 def argmin(self, dim=None, keepdim=False):
-    return _position(jax.lax.argmin, self, dim, keepdim)
+    return _position(jnp.min, self, dim, keepdim)
 
 
 @lowering("max.dim")

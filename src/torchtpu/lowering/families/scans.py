@@ -28,34 +28,26 @@ lowering("cumsum")(_accumulate(jax.lax.cumsum))
 lowering("cumprod")(_accumulate(jax.lax.cumprod))
 
 
-def running_extreme(
-    x: jax.Array, dim: int, beats: Callable[[jax.Array, jax.Array], jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """(values, int32 positions) of a running extreme. Of equal values the last wins, and NaN wins over numbers."""
-    positions = jax.lax.broadcasted_iota(np.int32, x.shape, dim)
+def _running(scan: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """(values, positions) of a running extreme. Of equal values the last wins, and NaN wins over numbers."""
 
-    def combine(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        (a, i), (b, j) = left, right
-        take = beats(b, a)
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            take = jnp.isnan(b) | (take & ~jnp.isnan(a))
-        return jnp.where(take, b, a), jnp.where(take, j, i)
-
-    return jax.lax.associative_scan(combine, (x, positions), axis=dim)
-
-
-def _running(beats: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:
     def function(self, dim):
         if self.ndim == 0 or self.size == 0:
             return self, jnp.zeros(self.shape, INT64)
-        values, positions = running_extreme(self, dim % self.ndim, beats)
-        return values, positions.astype(INT64)
+        dim %= self.ndim
+        values = scan(self.astype(np.uint8), dim).astype(bool) if self.dtype == bool else scan(self, dim)
+        # An element that equals the running extreme has just become it.
+        record = self == values
+        if jnp.issubdtype(self.dtype, jnp.floating):
+            record |= jnp.isnan(self)
+        places = jax.lax.broadcasted_iota(np.int32, self.shape, dim)
+        return values, jax.lax.cummax(jnp.where(record, places, 0), dim).astype(INT64)
 
     return function
 
 
-lowering("cummax")(_running(jnp.greater_equal))
-lowering("cummin")(_running(jnp.less_equal))
+lowering("cummax")(_running(jax.lax.cummax))
+lowering("cummin")(_running(jax.lax.cummin))
 
 
 def _complex_logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -70,10 +62,8 @@ def _complex_logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
 def logcumsumexp(self, dim):
     if self.ndim == 0 or self.size == 0:
         return self
-    dim %= self.ndim
-    if self.dtype.kind == "c":
-        # In order, because the branch of the logarithm depends on it.
-        rows = jnp.moveaxis(self, dim, 0)
-        _, rest = jax.lax.scan(lambda total, x: (_complex_logaddexp(total, x),) * 2, rows[0], rows[1:])
-        return jnp.moveaxis(jnp.concatenate([rows[:1], rest]), 0, dim)
-    return jax.lax.associative_scan(jnp.logaddexp, widen(self), axis=dim).astype(self.dtype)
+    # One step after another: a complex logarithm's branch depends on the order, and a tree takes seconds to compile.
+    add = _complex_logaddexp if self.dtype.kind == "c" else jnp.logaddexp
+    rows = jnp.moveaxis(widen(self), dim, 0)
+    _, rest = jax.lax.scan(lambda total, x: (add(total, x),) * 2, rows[0], rows[1:])
+    return jnp.moveaxis(jnp.concatenate([rows[:1], rest]), 0, dim).astype(self.dtype)

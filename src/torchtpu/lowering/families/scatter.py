@@ -173,6 +173,8 @@ def _put_by_mask(self: jax.Array, indices, values: jax.Array, accumulate: bool) 
         excess = flat.sum(dtype=jnp.int32)[None] - count
         message = f"shape mismatch: {count} values for a mask whose count of true elements differs by {{value}}"
         check_index(excess, 1, message, allow_negative=False)
+        if count == 0:
+            return self
         new = jnp.take(values, rank, axis=dim, mode="clip").reshape(self.shape)
     if accumulate:
         new = self | new if self.dtype == np.bool_ else self + new

@@ -59,16 +59,19 @@ def msort(self):
     return jax.lax.sort(self, dimension=0) if self.ndim else self
 
 
-def _order_key(x: Array) -> Array:
-    """An integer array ordered as ``x`` is, NaN on top: what selection can complement without special cases."""
-    if x.dtype == bool:
-        return x.astype(np.int32)
-    if x.dtype.kind in "iu":
-        return x
-    x = jnp.where(jnp.isnan(x), jnp.full((), jnp.nan, x.dtype), x + jnp.zeros((), x.dtype))
-    signed = np.dtype(f"int{8 * x.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(x, signed)
-    return jnp.where(bits < 0, bits ^ np.asarray(np.iinfo(signed).max, signed), bits)
+def _rank_key(x: Array, largest: bool) -> Array:
+    """What ``lax.top_k`` must look at to find the largest (smallest) elements, NaN counting as the largest.
+
+    float32 where it is exact, because XLA has a dedicated top-k for it. In its total order a negative NaN is the least
+    value and a positive NaN the greatest.
+    """
+    if x.dtype == bool or (x.dtype.kind in "iu" and x.dtype.itemsize <= 2):
+        x = x.astype(np.float32)
+    elif x.dtype.kind in "iu":
+        return x if largest else ~x
+    x = x.astype(compute_dtype(x.dtype))
+    nan = np.asarray(np.nan, x.dtype)
+    return jnp.where(jnp.isnan(x), np.copysign(nan, 1 if largest else -1), x if largest else -x)
 
 
 @lowering("topk")
@@ -77,13 +80,8 @@ def topk(self, k, dim=-1, largest=True, sorted=True):
         return self, jnp.zeros((), INT64)
     dim %= self.ndim
     x = jnp.moveaxis(self, dim, -1)
-    if largest and self.dtype == np.float32:
-        # XLA has a dedicated top-k for float32, and it puts NaN first as PyTorch does.
-        values, index = jax.lax.top_k(x, k)
-    else:
-        key = _order_key(x)
-        _, index = jax.lax.top_k(key if largest else ~key, k)
-        values = jnp.take_along_axis(x, index, axis=-1)
+    _, index = jax.lax.top_k(_rank_key(x, largest), k)
+    values = jnp.take_along_axis(x, index, axis=-1)
     return jnp.moveaxis(values, -1, dim), jnp.moveaxis(index, -1, dim).astype(INT64)
 
 
@@ -230,8 +228,8 @@ def bincount(self, weights=None, minlength=0):
     return jnp.asarray(np.bincount(index, np.asarray(weights, np.float64), minlength=minlength).astype(result))
 
 
-# Unique: the number of results depends on the data, so these run on the host. Along a dimension PyTorch returns the inverse
-# and the counts whether or not they are asked for.
+# Unique: the number of results depends on the data, so these run on the host. Along a dimension PyTorch returns the
+# inverse and the counts whether or not they are asked for.
 
 
 def _host(x: Array) -> tuple[np.ndarray, np.dtype]:

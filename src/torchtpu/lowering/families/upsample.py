@@ -1,7 +1,7 @@
 """Resampling on a regular grid: nearest, linear, cubic and Lanczos interpolation, with and without antialiasing.
 
-Sizes and scales are constants of the program, so each dimension is a table of (positions, weights) computed on the host, applied one
-dimension after the other. The gradient applies the transposed table: a gather too, never a scatter.
+Sizes and scales are constants of the program, so each dimension is a table of (positions, weights) computed on the host,
+applied one dimension after the other. The gradient applies the transposed table: a gather too, never a scatter.
 """
 
 from __future__ import annotations
@@ -196,14 +196,14 @@ def _resample_backward(make, grad_output, outs, input_size, align, factors):
 def _output_size(self, output_size, scale_factors) -> list[int]:
     if output_size is not None:
         return list(output_size)
-    return [int(math.floor(n * s)) for n, s in zip(self.shape[2:], scale_factors, strict=True)]
+    return [math.floor(n * s) for n, s in zip(self.shape[2:], scale_factors, strict=True)]
 
 
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
 
 
 def _register(name: str, rank: int, make, aligned: bool) -> None:
-    """The forward, ``.vec`` and backward overloads of one mode and rank; the argument names differ, the order does not."""
+    """The forward, ``.vec`` and backward overloads of one mode and rank."""
 
     def split(rest, named):
         """(align_corners, one factor for each dimension) of what follows the sizes."""

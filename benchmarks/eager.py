@@ -1,0 +1,80 @@
+"""``python -m benchmarks.eager``: the eager device against PyTorch CPU.
+
+Prints tables of ratios and writes ``eager.json`` and ``eager.md``. Run it on an idle machine; the two sides of every measure take turns,
+so a busy one spoils the times more than the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("TORCHTPU_PLATFORM", "cpu")
+
+import jax
+import torch
+
+import torchtpu
+from benchmarks.measure import Measure, markdown
+from benchmarks.models import MODELS, measure_minilm, measure_models
+from benchmarks.operators import measure_operators
+from benchmarks.process import measure_import, measure_transfer
+
+SECTIONS: dict[str, tuple[str, tuple[str, str]]] = {
+    "import": ("`import torch`", ("with the device", "without")),
+    "operators": ("Host time of a small operator", ("tpu", "PyTorch CPU")),
+    "minilm": ("A real model", ("tpu", "PyTorch CPU")),
+    "transfer": ("Moving parameters", ("`.to(\"tpu\")`", "`torch.clone`")),
+    "models": ("Transformers models, small configurations", ("tpu", "PyTorch CPU")),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.eager", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=[*SECTIONS], default=[*SECTIONS], help="sections to measure")
+    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS], help="models to measure")
+    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it runs, not to be quoted")
+    parser.add_argument("--output", type=Path, help="folder for eager.json and eager.md; nothing is written without it")
+    options = parser.parse_args()
+    quick = options.quick
+    run: dict[str, Callable[[], list[Measure]]] = {
+        "import": lambda: measure_import(2 if quick else 9),
+        "operators": lambda: measure_operators(50 if quick else 300, 2 if quick else 9),
+        "minilm": measure_minilm,
+        "transfer": lambda: measure_transfer(1 if quick else 3),
+        "models": lambda: measure_models(options.models, 2 if quick else 7),
+    }
+    system = f"torch {torch.__version__}, jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores"
+    load = os.getloadavg()[0]
+    header = (
+        "# Eager benchmarks\n\n"
+        f"Written by `python -m benchmarks.eager --output benchmarks/results`. torchtpu {torchtpu.__version__}, {system}, on "
+        f"{torch.tpu.get_device_name()}; {load:.1f} processes wanted to run when it started. The ratio is that of the least times.\n"
+    )
+    print(header, flush=True)
+    text, data = [header], {}
+    for name in options.only:
+        print(f"measuring: {name}", file=sys.stderr, flush=True)
+        measures = run[name]()
+        title, sides = SECTIONS[name]
+        section = markdown(title, measures, sides)
+        print(section, flush=True)
+        text.append(section)
+        data[name] = [m.as_dict() for m in measures]
+    fallbacks = torch.tpu.fallbacks()
+    text.append("No operator ran on the CPU instead.\n" if not fallbacks else f"Ran on the CPU instead: {fallbacks}.\n")
+    print(text[-1])
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "eager.md").write_text("\n".join(text))
+        record = {"system": system, "load": load, "fallbacks": fallbacks, "sections": data}
+        (options.output / "eager.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

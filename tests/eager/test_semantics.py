@@ -1,0 +1,256 @@
+"""What the engine promises, operator by operator kind: results, writes, errors, counters."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy
+import pytest
+import torch
+from torch.testing import assert_close
+
+import torchtpu  # noqa: F401
+from torchtpu.runtime.compiler import statistics
+
+
+def both(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    cpu = torch.randn(*shape).to(dtype)
+    return cpu, cpu.to("tpu")
+
+
+def test_transfer_copies_in_both_directions():
+    source = torch.zeros(64)
+    moved = source.to("tpu")
+    source.add_(1)
+    assert moved.sum().item() == 0
+    back = moved.cpu()
+    moved.add_(2)
+    assert back.sum().item() == 0 and moved.sum().item() == 128
+    back.add_(1)
+    assert moved.sum().item() == 128
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_round_trip(dtype):
+    cpu = torch.randint(0, 2, (3, 4, 5)).to(dtype).transpose(0, 2)
+    assert_close(cpu.to("tpu").cpu(), cpu)
+    assert cpu.to("tpu").stride() == cpu.to("cpu", copy=True).stride()
+
+
+def test_scalars_are_operands():
+    _, x = both(5, 7)
+    (x * 1.5 + 2).cpu()
+    before = statistics.compiles
+    for k in range(20):
+        (x * (k / 3) + k).cpu()
+    assert statistics.compiles == before
+
+
+def test_moving_slices_compile_once():
+    cpu, x = both(40, 6)
+    x[1].mul(2), x[0].mul(2), x[1].add_(1), cpu[1].add_(1)
+    before = statistics.compiles
+    for i in range(2, 40):
+        assert_close(x[i].mul(2).cpu(), cpu[i] * 2)
+        x[i].add_(1)
+        cpu[i].add_(1)
+    assert statistics.compiles == before
+    assert_close(x.cpu(), cpu)
+
+
+def test_promotion_follows_pytorch():
+    i = torch.arange(4)
+    for build in (lambda t: t + 1.5, lambda t: t * True, lambda t: t / 2, lambda t: t > 1.5, lambda t: t.bool() + 1, lambda t: t + 1j):
+        assert_close(build(i.to("tpu")).cpu(), build(i))
+    h = torch.randn(4).bfloat16()
+    assert_close((h.to("tpu") + torch.tensor(1.0, dtype=torch.float64)).cpu(), h + torch.tensor(1.0, dtype=torch.float64))
+
+
+def test_out_arguments():
+    cpu, x = both(3, 4)
+    out = torch.empty(0, device="tpu")
+    result = torch.add(x, x, out=out)
+    assert result is out
+    assert_close(out.cpu(), cpu + cpu)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.mul(x, x, out=torch.empty(2, device="tpu"))
+    assert any("resized" in str(w.message) for w in caught)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.add(x, x, out=torch.empty(3, 4, dtype=torch.int32, device="tpu"))
+    values, indices = torch.empty(0, device="tpu"), torch.empty(0, dtype=torch.int64, device="tpu")
+    torch.max(x, 1, out=(values, indices))
+    assert_close((values.cpu(), indices.cpu()), tuple(cpu.max(1)))
+    window = torch.zeros(6, 8, device="tpu")
+    torch.add(x, 1, out=window[1:4, ::2])
+    assert_close(window[1:4, ::2].cpu(), cpu + 1)
+    assert window.count_nonzero().item() <= 12
+
+
+def test_in_place_checks_the_result_type():
+    x = torch.arange(3, device="tpu")
+    with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
+        x.add_(1.5)
+
+
+def test_shape_errors_read_like_pytorch():
+    for f in (lambda a, b: a + b, torch.mm, lambda a, b: torch.cat([a, b], 1)):
+        a, b = torch.ones(2, 3), torch.ones(4, 5)
+        with pytest.raises(RuntimeError) as cpu:
+            f(a, b)
+        with pytest.raises(RuntimeError) as tpu:
+            f(a.to("tpu"), b.to("tpu"))
+        assert str(cpu.value).splitlines()[0][:40] == str(tpu.value).splitlines()[0][:40]
+
+
+def test_mixed_devices_say_which_argument_is_where():
+    with pytest.raises(RuntimeError, match=r"tpu:0 and cpu.*'self' is on tpu:0.*'other' is on cpu"):
+        torch.ones(2, device="tpu") + torch.ones(2)
+    with pytest.raises(RuntimeError, match="found at least two devices"):
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2, device="tpu"))
+    assert (torch.ones(2, device="tpu") + torch.tensor(1.0)).sum().item() == 4
+
+
+def test_index_errors_come_no_later_than_the_next_synchronisation():
+    x = torch.arange(5.0, device="tpu")
+    bad = x[torch.tensor([0, 7], device="tpu")]
+    with pytest.raises(IndexError, match="index 7 is out of bounds for dimension 0 with size 5"):
+        bad.cpu()
+    assert x.sum().item() == 10
+    torch.nn.functional.embedding(torch.tensor([9], device="tpu"), torch.ones(4, 2, device="tpu"))
+    with pytest.raises(IndexError, match="index out of range in self"):
+        torch.tpu.synchronize()
+    x.gather(0, torch.tensor([3, -1, 8], device="tpu"))
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        x.sum().item()
+
+
+def test_debug_mode_raises_on_the_line():
+    x = torch.arange(5.0, device="tpu")
+    assert torch.tpu.eager_mode == "strict"
+    with torch.tpu.set_eager_mode("debug"), pytest.raises(IndexError):
+        assert torch.tpu.eager_mode == "debug"
+        x[torch.tensor([7], device="tpu")]
+    assert torch.tpu.eager_mode == "strict"
+    with pytest.raises(ValueError, match="unknown eager mode"):
+        torch.tpu.set_eager_mode("fast").__enter__()
+
+
+def test_masks():
+    cpu, x = both(4, 5)
+    mask = cpu > 0
+    assert_close(x[mask.to("tpu")].cpu(), cpu[mask])
+    assert_close(x[mask].cpu(), cpu[mask])
+    assert_close(x[:, mask[0].to("tpu")].cpu(), cpu[:, mask[0]])
+    x[mask.to("tpu")] = 3.0
+    cpu[mask] = 3.0
+    rows = torch.tensor([True, False, True, False])
+    x[rows.to("tpu")] = torch.zeros(5, device="tpu")
+    cpu[rows] = torch.zeros(5)
+    x[rows.to("tpu"), 1] = torch.tensor([7.0, 8.0], device="tpu")
+    cpu[rows, 1] = torch.tensor([7.0, 8.0])
+    assert_close(x.cpu(), cpu)
+    assert_close(x.nonzero().cpu(), cpu.nonzero())
+    assert_close(torch.masked_select(x, x > 1).cpu(), torch.masked_select(cpu, cpu > 1))
+    with pytest.raises(IndexError, match="mask"):
+        x[torch.tensor([True, False], device="tpu")]
+
+
+def test_fallback_counts_and_says_so():
+    from torchtpu.eager import fallback
+
+    fallback.reset_fallbacks()
+    op = torch.ops.aten._test_optional_intlist.default  # PyTorch's own test operator: nobody will give it a lowering
+    values = torch.ones(2, dtype=torch.int32)
+    with pytest.warns(UserWarning, match="runs on the CPU"):
+        assert_close(op(values.to("tpu"), [3, 4]).cpu(), op(values, [3, 4]))
+    assert torch.tpu.fallback_count() == 1
+    assert torch.tpu.fallbacks() == {"aten._test_optional_intlist.default": 1}
+    fallback.reset_fallbacks()
+
+
+def test_storage_resize_set_and_bytes():
+    x = torch.arange(6.0, device="tpu")
+    x.untyped_storage().resize_(0)
+    assert x.untyped_storage().nbytes() == 0
+    x.untyped_storage().resize_(24)
+    x.copy_(torch.arange(6.0))
+    assert_close(x.cpu(), torch.arange(6.0))
+    x.resize_(8)
+    assert_close(x[:6].cpu(), torch.arange(6.0))
+    y = torch.empty(0, device="tpu").set_(x.untyped_storage(), 2, (2, 2), (2, 1))
+    assert_close(y.cpu(), torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
+    y.mul_(2)
+    assert_close(x[:6].cpu(), torch.tensor([0.0, 1.0, 4.0, 6.0, 8.0, 10.0]))
+    b = x.view(torch.uint8)
+    b[:4] = 0
+    assert_close(x[:6].cpu(), torch.tensor([0.0, 1.0, 4.0, 6.0, 8.0, 10.0]))
+    assert_close(x.view(torch.int32).cpu(), x.cpu().view(torch.int32))
+
+
+def test_conjugate_and_negative_views():
+    cpu = torch.randn(3, 4, dtype=torch.complex64)
+    x = cpu.to("tpu")
+    assert_close(x.conj().cpu(), cpu.conj())
+    assert_close((x.conj() * 2).cpu(), cpu.conj() * 2)
+    assert_close(x.conj().imag.cpu(), cpu.conj().imag)
+    x.conj().mul_(1j)
+    cpu.conj().mul_(1j)
+    assert_close(x.cpu(), cpu)
+    x.real.add_(1)
+    cpu.real.add_(1)
+    assert_close(x.cpu(), cpu)
+
+
+def test_printing():
+    x = torch.arange(3.0, device="tpu")
+    assert repr(x) == "tensor([0., 1., 2.], device='tpu:0')"
+    assert "grad_fn" in repr(x.clone().requires_grad_() * 2)
+    assert repr(torch.ones(2, dtype=torch.int64, device="tpu")) == "tensor([1, 1], device='tpu:0')"
+
+
+def test_numpy_and_dlpack_refuse_as_cuda_does():
+    x = torch.ones(2, device="tpu")
+    with pytest.raises(TypeError, match="can't convert tpu:0 device type tensor to numpy"):
+        x.numpy()
+    with pytest.raises((BufferError, RuntimeError)):
+        numpy.from_dlpack(x)
+    assert x.tolist() == [1.0, 1.0] and float(x[0]) == 1.0 and x.any().item() is True
+
+
+def test_random_numbers_follow_the_seed():
+    torch.manual_seed(3)
+    a = torch.randn(100, device="tpu"), torch.rand(5, device="tpu"), torch.randperm(10, device="tpu")
+    torch.manual_seed(3)
+    before = statistics.compiles
+    b = torch.randn(100, device="tpu"), torch.rand(5, device="tpu"), torch.randperm(10, device="tpu")
+    assert statistics.compiles == before
+    assert_close(a, b)
+    assert not torch.equal(torch.randn(100, device="tpu"), a[0])
+    g = torch.Generator("tpu").manual_seed(1)
+    x = torch.empty(1000, device="tpu").normal_(2.0, 3.0, generator=g)
+    assert abs(x.mean().item() - 2) < 0.4 and abs(x.std().item() - 3) < 0.3
+    assert torch.equal(x, torch.empty(1000, device="tpu").normal_(2.0, 3.0, generator=torch.Generator("tpu").manual_seed(1)))
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.empty(3, device="tpu").normal_(generator=torch.Generator())
+
+
+def test_autograd_through_views_and_in_place():
+    def run(device):
+        torch.manual_seed(0)
+        x = torch.randn(4, 6).to(device).requires_grad_()
+        y = x * 2
+        y[1:3, ::2] += x[0, :3]
+        y.t()[2].mul_(3)
+        (y.sin() * torch.arange(6.0, device=device)).sum().backward()
+        return x.grad.cpu()
+
+    assert_close(run("tpu"), run("cpu"))
+
+
+def test_overlapping_writes_are_refused():
+    x = torch.zeros(3, device="tpu")
+    with pytest.raises(RuntimeError, match="single memory location"):
+        x.expand(2, 3).add_(1)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        x[1:].add_(x[:-1])
