@@ -1,7 +1,7 @@
 """``python -m benchmarks.eager``: the eager device against PyTorch CPU.
 
-Prints tables of ratios and writes ``eager.json`` and ``eager.md``. Run it on an idle machine; the two sides of every measure take turns,
-so a busy one spoils the times more than the ratios.
+Prints tables of ratios and writes ``eager.json`` and ``eager.md``. Run it on an idle machine; the two sides of every
+measure take turns, so a busy one spoils the times more than the ratios.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, str]]] = {
     "import": ("`import torch`", ("with the device", "without")),
     "operators": ("Host time of a small operator", ("tpu", "PyTorch CPU")),
     "minilm": ("A real model", ("tpu", "PyTorch CPU")),
-    "transfer": ("Moving parameters", ("`.to(\"tpu\")`", "`torch.clone`")),
+    "transfer": ("Moving parameters", ('`.to("tpu")`', "`torch.clone`")),
     "models": ("Transformers models, small configurations", ("tpu", "PyTorch CPU")),
 }
 
@@ -49,12 +49,14 @@ def main() -> None:
         "transfer": lambda: measure_transfer(1 if quick else 3),
         "models": lambda: measure_models(options.models, 2 if quick else 7),
     }
-    system = f"torch {torch.__version__}, jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores"
+    versions = f"torch {torch.__version__}, jax {jax.__version__}, Python {platform.python_version()}"
+    system = f"{versions}, {os.cpu_count()} CPU cores"
     load = os.getloadavg()[0]
     header = (
         "# Eager benchmarks\n\n"
-        f"Written by `python -m benchmarks.eager --output benchmarks/results`. torchtpu {torchtpu.__version__}, {system}, on "
-        f"{torch.tpu.get_device_name()}; {load:.1f} processes wanted to run when it started. The ratio is that of the least times.\n"
+        f"Written by `python -m benchmarks.eager --output benchmarks/results`. torchtpu {torchtpu.__version__}, "
+        f"{system}, on {torch.tpu.get_device_name()}; {load:.1f} processes wanted to run when it started. "
+        "The ratio is that of the least times.\n"
     )
     print(header, flush=True)
     text, data = [header], {}

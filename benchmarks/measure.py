@@ -18,7 +18,7 @@ class Measure:
     Attributes:
         name: what was done.
         unit: of the times.
-        ours, theirs: the least time of the device and of what it is compared with: the figure a busy machine disturbs least.
+        ours, theirs: the least time of the device and of what it is compared with. A busy machine disturbs it least.
         ours_median, theirs_median: the median times.
         goal: the largest ratio wanted, if there is one.
         note: what else was seen.
@@ -91,7 +91,10 @@ def markdown(title: str, measures: list[Measure], sides: tuple[str, str] = ("tpu
     ]
     for m in measures:
         goal = "" if m.goal is None else f"{m.goal:g}" + (" reached" if m.ratio <= m.goal else " **missed**")
-        ours, theirs = f"{m.ours:.3g} / {m.ours_median:.3g} {m.unit}", f"{m.theirs:.3g} / {m.theirs_median:.3g} {m.unit}"
+        ours, theirs = (
+            f"{m.ours:.3g} / {m.ours_median:.3g} {m.unit}",
+            f"{m.theirs:.3g} / {m.theirs_median:.3g} {m.unit}",
+        )
         lines.append(f"| {m.name} | {ours} | {theirs} | {m.ratio:.2f} | {goal} |")
     notes = [f"{m.name}: {m.note}." for m in measures if m.note]
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])

@@ -26,7 +26,13 @@ def measure_minilm() -> list[Measure]:
     batches = demo.tokenize(tokenizer, sentences, 32)
     ours = copy.deepcopy(model).to("tpu")
     return [
-        interleave("MiniLM forward, batch 32", lambda: demo.embed(ours, batches), lambda: demo.embed(model, batches), rounds=9, goal=1.5)
+        interleave(
+            "MiniLM forward, batch 32",
+            lambda: demo.embed(ours, batches),
+            lambda: demo.embed(model, batches),
+            rounds=9,
+            goal=1.5,
+        )
     ]
 
 
@@ -39,7 +45,12 @@ def _llama() -> tuple[Any, Inputs]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     return LlamaForCausalLM(config), _tokens()
 
@@ -147,7 +158,10 @@ def _whisper() -> tuple[Any, Inputs]:
         dropout=0.0,
     )
     features = torch.randn(2, 16, 100)
-    return WhisperForConditionalGeneration(config), {"input_features": features, "labels": torch.randint(3, 256, (2, 32))}
+    return WhisperForConditionalGeneration(config), {
+        "input_features": features,
+        "labels": torch.randint(3, 256, (2, 32)),
+    }
 
 
 MODELS: dict[str, Callable[[], tuple[Any, Inputs]]] = {

@@ -24,7 +24,8 @@ def draw(command: str, output: str) -> str:
         y = BAR + MARGIN + LINE * number + 10
         rows.append(f'<text x="{MARGIN}" y="{y}" fill="{colour}" xml:space="preserve">{html.escape(line)}</text>')
     dots = "".join(
-        f'<circle cx="{18 + 20 * i}" cy="{BAR / 2:g}" r="6" fill="{c}"/>' for i, c in enumerate(("#ff5f56", "#ffbd2e", "#27c93f"))
+        f'<circle cx="{18 + 20 * i}" cy="{BAR / 2:g}" r="6" fill="{c}"/>'
+        for i, c in enumerate(("#ff5f56", "#ffbd2e", "#27c93f"))
     )
     return "\n".join(
         [

@@ -47,7 +47,8 @@ def main() -> None:
         if step % 10 == 0 or step == options.steps - 1:
             print(f"step {step:3}  loss {loss.item():.3f}  {time.perf_counter() - start:5.1f} s", flush=True)
 
-    # The text grows inside a buffer of one size, because every new shape compiles new programs; what follows is masked by causality.
+    # The text grows inside a buffer of one size, because every new shape compiles new programs. Attention is causal,
+    # so what follows the text does not matter.
     prompt = b"the quick"
     written = torch.zeros(1, 64, dtype=torch.long)
     written[0, : len(prompt)] = torch.tensor(list(prompt))

@@ -1,4 +1,4 @@
-"""The console script ``torchtpu``: outside the package, so that it can say what is wrong when `import torchtpu` fails."""
+"""The console script ``torchtpu``, outside the package: it can say what is wrong when `import torchtpu` fails."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def versions() -> dict[str, str | None]:
 
 
 def main() -> int:
-    """Run the command line; one line and exit status 1 if the package cannot be imported (no compiler, wrong torch, ...)."""
+    """Run the command line; one line and exit status 1 if the package cannot be imported (no compiler, say)."""
     try:
         from torchtpu.cli import main as run
     except ImportError as error:
         if sys.argv[1:2] == ["doctor"]:
             for name, version in versions().items():
                 print(f"{name:<14}{version or 'not installed'}", file=sys.stderr)
-        print(f"torchtpu: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # the C++ extension is built at the first import, which takes half a minute
         return 130

@@ -10,7 +10,7 @@ os.environ.setdefault("TORCHTPU_PLATFORM", "cpu")
 os.environ.setdefault("TORCHTPU_CPU_DEVICES", "2")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torchtpu  # noqa: E402, F401 - registers the device
+import torchtpu  # noqa: F401 - registers the device
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def test_default_generators_are_used_and_differ_by_device(two_devices):
 
 def test_fork_rng_restores():
     torch.tpu.manual_seed(5)
-    with torch.random.fork_rng(device_type="tpu"):
+    with torch.random.fork_rng(devices=[0], device_type="tpu"):
         torch.tpu.manual_seed(6)
     assert torch.tpu.initial_seed() == 5
 

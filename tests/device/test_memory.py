@@ -1,6 +1,7 @@
 """Accounting of the allocator, addresses, resizing, pinned memory."""
 
 import gc
+import itertools
 import threading
 
 import pytest
@@ -77,7 +78,7 @@ def test_addresses_do_not_overlap_and_know_their_device():
         x.untyped_storage().resize_(x.nbytes + 300)
     ranges = sorted((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors)
     assert all(start % 256 == 0 and start > 0 for start, _ in ranges)
-    assert all(a + n <= b for (a, n), (b, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(ranges))
 
 
 def test_accounting_is_thread_safe(stats):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from processes import SOURCE, run
@@ -226,7 +227,7 @@ def test_concurrent_first_uses_share_one_build(tmp_path):
         "import torchtpu_build; torchtpu_build._compile = compile\n"
         "build(pathlib.Path(sys.argv[1]))\n"
     )
-    (tmp_path / "torchtpu_build.py").write_text(open(_build.__file__).read())
+    (tmp_path / "torchtpu_build.py").write_text(Path(_build.__file__).read_text())
     target = tmp_path / "cache" / "_C.so"
     jobs = [
         subprocess.Popen([sys.executable, "-c", program, str(target)], cwd=tmp_path, stderr=subprocess.PIPE)
@@ -243,7 +244,7 @@ def test_concurrent_first_uses_share_one_build(tmp_path):
 def test_unsupported_torch_is_refused(version):
     from torchtpu import _build
 
-    with pytest.raises(_build.BuildError, match="supports torch 2.13 to 2.15"):
+    with pytest.raises(_build.BuildError, match=r"supports torch 2\.13 to 2\.15"):
         _build.check_torch(version)
 
 

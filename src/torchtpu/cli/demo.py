@@ -31,13 +31,21 @@ def add_command(commands: Any) -> None:
     command = commands.add_parser(
         "demo",
         help="embed sentences with a real model on the device and compare with PyTorch CPU",
-        description="Move the MiniLM sentence-embedding model to the tpu device, embed sentences, print the nearest pairs, and "
-        f"compare with PyTorch CPU. Exit status 1 if a cosine differs by more than {LIMIT:.0e}.",
+        description="Move the MiniLM sentence-embedding model to the tpu device, embed sentences, print the nearest "
+        f"pairs, and compare with PyTorch CPU. Exit status 1 if a cosine differs by more than {LIMIT:.0e}.",
     )
-    command.add_argument("file", nargs="?", help="one sentence a line; - is standard input; a sample by default", metavar="FILE")
-    command.add_argument("--pairs", type=_positive, default=5, metavar="N", help="nearest pairs to print (default: %(default)s)")
     command.add_argument(
-        "--batch-size", type=_positive, default=32, metavar="N", help="sentences in a forward pass (default: %(default)s)"
+        "file", nargs="?", help="one sentence a line; - is standard input; a sample by default", metavar="FILE"
+    )
+    command.add_argument(
+        "--pairs", type=_positive, default=5, metavar="N", help="nearest pairs to print (default: %(default)s)"
+    )
+    command.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=32,
+        metavar="N",
+        help="sentences in a forward pass (default: %(default)s)",
     )
     command.set_defaults(run=run)
 
@@ -93,7 +101,9 @@ def load_model() -> tuple[Any, Any]:
     return AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def tokenize(tokenizer: Any, sentences: Sequence[str], batch_size: int) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
+def tokenize(
+    tokenizer: Any, sentences: Sequence[str], batch_size: int
+) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
     """Batches of sentences of similar length, each with the positions of its sentences.
 
     Lengths are rounded up to a multiple of 16: every new shape compiles new programs.
@@ -192,7 +202,7 @@ def _seconds(model: Any, batches: Sequence[Any]) -> float:
 
 
 def cosine_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference between the two sets' cosines: of any two sentences, and of each vector with its counterpart."""
+    """The largest difference between the two sets' cosines: of two sentences, and of a vector with its counterpart."""
     got, expected = got.double(), expected.double()
     worst = (1 - torch.nn.functional.cosine_similarity(got, expected)).abs().max()
     for start in range(0, len(got), ROWS):

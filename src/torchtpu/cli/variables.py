@@ -26,22 +26,35 @@ VARIABLES = (
     Variable(
         "TORCHTPU_PLATFORM",
         "automatic",
-        "`tpu`, or `cpu` for XLA:CPU; by default a TPU if one is attached and libtpu is installed, else XLA:CPU with one notice. "
-        "`cpu` also makes `torch.tpu.is_available()` true and the device the current accelerator.",
+        "`tpu`, or `cpu` for XLA:CPU; by default a TPU if one is attached and libtpu is installed, else XLA:CPU with "
+        "one notice. `cpu` also makes `torch.tpu.is_available()` true and the device the current accelerator.",
     ),
-    Variable("TORCHTPU_CPU_DEVICES", "1", "How many devices XLA:CPU pretends to be: `8` gives `tpu:0` to `tpu:7` in one process."),
+    Variable(
+        "TORCHTPU_CPU_DEVICES",
+        "1",
+        "How many devices XLA:CPU pretends to be: `8` gives `tpu:0` to `tpu:7` in one process.",
+    ),
     Variable(
         "TORCHTPU_EAGER_MODE",
         "strict",
-        "`strict` enqueues every operator without waiting; `debug` waits for each, so an error surfaces on the line that caused it.",
+        "`strict` enqueues every operator without waiting; `debug` waits for each, so an error surfaces on the line "
+        "that caused it.",
     ),
-    Variable("TORCHTPU_CACHE_DIR", "~/.cache/torchtpu", "Where the C++ extension, built once for the installed torch, is kept."),
+    Variable(
+        "TORCHTPU_CACHE_DIR",
+        "~/.cache/torchtpu",
+        "Where the C++ extension, built once for the installed torch, is kept.",
+    ),
     Variable(
         "TORCH_DEVICE_BACKEND_AUTOLOAD",
         "1",
         "PyTorch's own: `0` stops `import torch` from loading device backends; `import torchtpu` still does.",
     ),
-    Variable("JAX_PLATFORMS", "automatic", "JAX's own: platforms it may start. Without `tpu` in it the device runs on XLA:CPU."),
+    Variable(
+        "JAX_PLATFORMS",
+        "automatic",
+        "JAX's own: platforms it may start. Without `tpu` in it the device runs on XLA:CPU.",
+    ),
     Variable("XLA_FLAGS", "none", "XLA's own compiler flags, such as `--xla_dump_to=FOLDER`."),
     Variable("TPU_VISIBLE_CHIPS", "all", "libtpu's own: which of the attached chips this process uses, such as `0,1`."),
     Variable("CXX", "c++", "The compiler that builds the C++ extension."),

@@ -9,6 +9,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <unordered_map>
 
 namespace py = pybind11;
 
@@ -59,6 +60,28 @@ class AddressSpace {
   std::vector<c10::DeviceIndex> owners_;
 };
 
+// Cells by address: PyTorch sometimes makes a second storage from a data pointer (writing a storage to a file, DLPack).
+class CellTable {
+ public:
+  void add(Cell* cell) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    cells_[cell->address] = cell;
+  }
+  void remove(const Cell* cell) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    cells_.erase(cell->address);
+  }
+  Cell* find(uintptr_t address) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = cells_.find(address);
+    return found == cells_.end() ? nullptr : found->second;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<uintptr_t, Cell*> cells_;
+};
+
 struct Statistics {
   std::mutex mutex;
   std::array<DeviceStats, kMaxDevices> devices;
@@ -91,6 +114,10 @@ AddressSpace& addresses() {
   static auto* space = new AddressSpace;
   return *space;
 }
+CellTable& cells() {
+  static auto* table = new CellTable;
+  return *table;
+}
 Statistics& statistics() {
   static auto* s = new Statistics;
   return *s;
@@ -117,6 +144,7 @@ void account(void* address, c10::DeviceIndex device, size_t nbytes, bool allocat
 
 void delete_cell(void* context) {
   auto* cell = static_cast<Cell*>(context);
+  cells().remove(cell);
   account(cell, cell->device, cell->nbytes, false);
   if (cell->value != nullptr) {
     if (!interpreter_usable()) return;  // leaked: the value cannot be released any more
@@ -262,6 +290,8 @@ c10::DataPtr allocate_on(size_t nbytes, c10::DeviceIndex device) {
   auto* cell = new Cell;
   cell->nbytes = nbytes;
   cell->device = index;
+  cell->address = reinterpret_cast<uintptr_t>(address);
+  cells().add(cell);
   account(address, index, nbytes, true);
   return {address, cell, &delete_cell, c10::Device(kTPU, index)};
 }
@@ -269,10 +299,11 @@ c10::DataPtr allocate_on(size_t nbytes, c10::DeviceIndex device) {
 Cell* cell_of(const c10::StorageImpl* storage) {
   TORCH_CHECK(storage != nullptr, "the tensor has no storage");
   const auto& data = storage->data_ptr();
-  TORCH_CHECK(
-      data.get_deleter() == &delete_cell, "expected the storage of a tpu tensor, got one on ", storage->device(),
-      data.get_context() == nullptr ? " that has been released or was never allocated" : "");
-  return static_cast<Cell*>(data.get_context());
+  if (data.get_deleter() == &delete_cell) return static_cast<Cell*>(data.get_context());
+  auto* cell = storage->device_type() == kTPU ? cells().find(reinterpret_cast<uintptr_t>(data.get())) : nullptr;
+  TORCH_CHECK(cell != nullptr, "expected the storage of a tpu tensor, got one on ", storage->device(),
+      storage->device_type() == kTPU ? " whose memory has been released or was never allocated" : "");
+  return cell;
 }
 
 void resize_cell(Cell* cell, size_t nbytes) {
@@ -299,7 +330,10 @@ void resize_storage(c10::StorageImpl* storage, size_t nbytes) {
   if (nbytes == before) return storage->set_nbytes(nbytes);
   resize_cell(cell, nbytes);
   if (nbytes > before) {  // the old range of addresses is too short
-    auto* address = reinterpret_cast<void*>(addresses().take(cell->device, nbytes));
+    cells().remove(cell);
+    cell->address = addresses().take(cell->device, nbytes);
+    cells().add(cell);
+    auto* address = reinterpret_cast<void*>(cell->address);
     auto old = storage->set_data_ptr(c10::DataPtr(address, cell, &delete_cell, c10::Device(kTPU, cell->device)));
     old.release_context();
   }

@@ -21,6 +21,7 @@ struct Cell {
   c10::ScalarType dtype = c10::ScalarType::Byte;  // element type of the value
   size_t nbytes = 0;           // bytes accounted to the device
   c10::DeviceIndex device = 0;
+  uintptr_t address = 0;       // where PyTorch believes the storage to be
 };
 
 // The Cell of a storage. Raises if the storage is not a tpu storage (or has been released).

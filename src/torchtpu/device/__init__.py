@@ -121,7 +121,7 @@ def _exchange_device(device: int) -> int:
 _maybe_exchange_device = _exchange_device
 
 
-class device:  # noqa: N801
+class device:
     """Context manager that makes a device current; None or a negative index changes nothing.
 
     Args:
@@ -139,7 +139,7 @@ class device:  # noqa: N801
         _exchange_device(self.prev_idx)
 
 
-class device_of(device):  # noqa: N801
+class device_of(device):
     """Context manager that makes the device of a tensor or storage current; no change if it is not on a tpu."""
 
     def __init__(self, obj: Any):

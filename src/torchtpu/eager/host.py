@@ -146,13 +146,6 @@ def _copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor
     return copy_(dst, self)
 
 
-def _fused_sdp_choice(query: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    """Every scaled_dot_product_attention is one program: PyTorch's "overrideable" backend."""
-    from torch.nn.attention import SDPBackend
-
-    return SDPBackend.OVERRIDEABLE.value
-
-
 def record_stream(self: torch.Tensor, s: Any) -> None:
     """Values live as long as a program reads them; there is nothing to record."""
 
@@ -163,7 +156,6 @@ HOST_KERNELS: dict[str, Callable[..., Any]] = {
     "equal": equal,
     "_copy_from": _copy_from,
     "_copy_from_and_resize": _copy_from_and_resize,
-    "_fused_sdp_choice": _fused_sdp_choice,
     "record_stream": record_stream,
 }
 """Kernels that are not programs, by overload."""

@@ -24,7 +24,7 @@ from torchtpu.eager.arrays import array_of, number_operand, prepare_storage, wra
 from torchtpu.eager.errors import translate
 from torchtpu.eager.fallback import run_on_cpu
 from torchtpu.eager.meta import Unknown, metas_of, run_meta
-from torchtpu.eager.program import Call, Program, describe, name_of, output_spec, storage_spec, trace_function
+from torchtpu.eager.program import Call, Constant, Program, describe, name_of, output_spec, storage_spec, trace_function
 from torchtpu.eager.views import physical_order
 from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
@@ -190,7 +190,7 @@ class Kernel:
         notes: dict[str, Any] = {"random": self.random}
         traced = trace_function(call, self.target, self.derived, metas, notes)
         run = compile_program(traced, examples, devices.device(call.device), name_of(self.op))
-        outputs = [output_spec(m) if m is not None else None for m in notes["outputs"]]
+        outputs = [output_spec(m) for m in notes["outputs"]]
         writes = [(i, storage_spec(call.operands[i])) for i in notes["writes"]]
         program = Program(run, outputs, writes, notes["checks"], self.random, notes["nested"])
         self.programs[structure] = program
@@ -215,7 +215,7 @@ class Kernel:
         random, op, wrap, store, note = program.random, self.op, _C.wrap, _C.store, devices.note
         count = len(outputs)
 
-        if count == 1 and not (writes or messages or random or program.returns[0] or outputs[0] is None):
+        if count == 1 and not (writes or messages or random or program.nested[0] or isinstance(outputs[0], Constant)):
             spec = outputs[0]
 
             def simple(args: Any, kwargs: Any, operands: list[Any], owners: list[Any], device: int) -> Any:
@@ -234,7 +234,8 @@ class Kernel:
 
             return simple
 
-        nested = program.returns
+        nested = program.nested
+        arrays = sum(1 for spec in outputs if not isinstance(spec, Constant))
         returned = self.returns
         names = self.names
 
@@ -255,11 +256,10 @@ class Kernel:
                 checks.note(values[-1], messages, name_of(op))
             if modes.blocking:
                 block(op, values, device)
-            position = sum(1 for spec in outputs if spec is not None)
             for n, (owner, spec) in enumerate(writes):
-                store(owners[owner], values[position + n], spec)
+                store(owners[owner], values[arrays + n], spec)
             made = iter(values)
-            tensors = iter([wrap(spec, next(made), device) if spec is not None else None for spec in outputs])
+            tensors = iter([s.value if isinstance(s, Constant) else wrap(s, next(made), device) for s in outputs])
             if not returned:
                 return None
             results = []

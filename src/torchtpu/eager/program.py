@@ -26,8 +26,9 @@ from torchtpu.eager.views import ViewPlan, physical_order, plan_view, read_view,
 from torchtpu.lowering.apply import apply, short_name
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import to_jax, to_torch
+from torchtpu.lowering.promotion import cast
 
-__all__ = ["Call", "Program", "describe"]
+__all__ = ["Call", "Constant", "Meta", "Program", "describe", "trace_function"]
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,11 @@ class Program:
 
     Attributes:
         run: the compiled callable: storage values and numbers, then the starts, then the random seed -> arrays.
-        outputs: specs of the new tensors, in order.
+        outputs: specs of the new tensors and constants, in order.
         writes: (operand, spec) of every storage that gets a new value.
         checks: messages and error types of the run-time checks; their values are the last array returned.
         random: whether it takes a seed.
+        nested: for each result that is not a written argument, whether it is a list.
     """
 
     run: Callable[..., Any]
@@ -150,7 +152,14 @@ class Program:
     writes: list[tuple[int, Any]]
     checks: tuple[tuple[str, type[Exception]], ...]
     random: bool
-    returns: Any = None
+    nested: list[bool]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A result that is no tensor: None, or a number known when the program is traced."""
+
+    value: bool | int | float | None
 
 
 @dataclass(frozen=True)
@@ -211,8 +220,8 @@ def trace_function(
         values, described = [], []
         for i, array in enumerate(flat):
             meta = metas[i] if metas is not None and metas[i] is not None else None
-            if array is None:
-                described.append(None)
+            if array is None or isinstance(array, bool | int | float):
+                described.append(Constant(array))
                 continue
             if meta is None:
                 size = tuple(array.shape)
@@ -231,7 +240,7 @@ def trace_function(
                         continue
                     base = bases[window.operand]
                     array = jnp.broadcast_to(array, window.plan.size) if array.shape != window.plan.size else array
-                    array = _cast(array, window.dtype)
+                    array = cast(array, to_jax(window.dtype))
                     array = jnp.conj(array) if window.conj else array
                     array = -array if window.neg else array
                     bases[window.operand] = write_view(base, window.plan, array, begin[id(window)])
@@ -253,13 +262,6 @@ def _key(seed: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, seed[2]), seed[3])
 
 
-def _cast(array: jax.Array, dtype: torch.dtype) -> jax.Array:
-    target = to_jax(dtype)
-    if array.dtype.kind == "c" and target.kind != "c":
-        array = array.real
-    return jax.lax.convert_element_type(array, target)
-
-
 def _agree(array: Any, meta: Meta, op: OpOverload) -> jax.Array:
     """The array, if its shape and dtype are what PyTorch says; a Python number or weak type takes the dtype."""
     array = jnp.asarray(array)
@@ -276,8 +278,10 @@ def _physical(array: jax.Array, meta: Meta) -> jax.Array:
     return array if order == tuple(range(len(order))) else array.transpose(order)
 
 
-def output_spec(meta: Meta) -> Any:
-    """The C++ description of a new tensor."""
+def output_spec(meta: Meta | Constant) -> Any:
+    """The C++ description of a new tensor; a constant is its own."""
+    if isinstance(meta, Constant):
+        return meta
     return make_spec(meta.size, meta.stride, meta.dtype)
 
 

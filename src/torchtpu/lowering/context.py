@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Check", "Trace", "check_index", "random_key", "tracing"]
+__all__ = ["Check", "Trace", "check", "check_index", "random_key", "tracing"]
 
 
 @dataclass
@@ -63,7 +63,24 @@ def random_key() -> jax.Array:
     return key
 
 
-def check_index(index: jax.Array, size: int, message: str, *, allow_negative: bool = True) -> jax.Array:
+def check(bad: jax.Array, value: jax.Array, message: str, error: type[Exception] = RuntimeError) -> None:
+    """Raise ``error`` no later than the next synchronisation if ``bad`` is true anywhere.
+
+    Args:
+        bad: booleans, any shape.
+        value: integers of that shape; the first where ``bad`` holds is put into the message.
+        message: the error's text, with ``{value}`` where the value goes.
+        error: what is raised.
+    """
+    trace: Trace | None = getattr(_state, "trace", None)
+    if trace is not None and bad.size:
+        first = value.astype(jnp.int64).reshape(-1)[jnp.argmax(bad.reshape(-1))]
+        trace.checks.append(Check(jnp.where(bad.any(), first, OK), message, error))
+
+
+def check_index(
+    index: jax.Array, size: int, message: str, *, allow_negative: bool = True, error: type[Exception] = IndexError
+) -> jax.Array:
     """Check that every index lies in ``[-size, size)`` and return the indices made non-negative, as int32.
 
     XLA clamps a wrong index silently; PyTorch raises. The check runs on the device and raises IndexError no later than the next
@@ -74,13 +91,10 @@ def check_index(index: jax.Array, size: int, message: str, *, allow_negative: bo
         size: extent of the dimension indexed.
         message: the error's text, with ``{value}`` where the first wrong index goes.
         allow_negative: count negative indices from the end.
+        error: what is raised.
     """
     low = -size if allow_negative else 0
-    trace: Trace | None = getattr(_state, "trace", None)
-    if trace is not None and index.size:
-        wide = index.astype(jnp.int64)
-        bad = (wide < low) | (wide >= size)
-        first = wide.reshape(-1)[jnp.argmax(bad.reshape(-1))]
-        trace.checks.append(Check(jnp.where(bad.any(), first, OK), message))
+    wide = index.astype(jnp.int64)
+    check((wide < low) | (wide >= size), wide, message, error)
     index = index.astype(jnp.int32)
     return jnp.where(index < 0, index + size, index) if allow_negative else index

@@ -42,10 +42,10 @@ def dtypes(*args: Any, kind: Kind = Kind.DEFAULT) -> tuple[np.dtype, np.dtype]:
 
 
 def cast(x: Any, dtype: np.dtype) -> jax.Array:
-    """``x`` as a strongly typed array of ``dtype``; complex to real keeps the real part, as PyTorch does."""
+    """``x`` as a strongly typed array of ``dtype``; complex to real keeps the real part, and to bool asks for zero, as PyTorch does."""
     x = jnp.asarray(x)
     if x.dtype.kind == "c" and np.dtype(dtype).kind != "c":
-        x = x.real
+        x = x != 0 if np.dtype(dtype).kind == "b" else x.real
     return jax.lax.convert_element_type(x, np.dtype(dtype))
 
 

@@ -239,15 +239,17 @@ def note(index: int, array: Any) -> None:
 
 
 def synchronize(index: int) -> None:
-    """Wait for everything enqueued on a device; raises the error of a program that failed."""
+    """Wait for everything enqueued on a device.
+
+    Raises:
+        The error of a program that failed, or IndexError if one was given an index out of range.
+    """
     if _state.bad_fork:
         raise RuntimeError(_FORKED)
     if not _state.devices:
         return
     _wait(index, _enqueued(index))
-    from torchtpu.runtime import checks
-
-    checks.raise_failed()
+    _raise_failed_checks()
 
 
 def query(index: int) -> bool:
@@ -283,6 +285,12 @@ def _wait(index: int, outputs: list[weakref.ref]) -> None:
                 pending.popleft()
 
 
+def _raise_failed_checks() -> None:
+    from torchtpu.runtime import checks  # imports JAX, which runs by now
+
+    checks.raise_failed()
+
+
 def _fence(target: Any) -> None:
     """Run a tiny program on the device and wait for it: a TPU runs its programs in the order they were enqueued."""
     import jax
@@ -314,8 +322,9 @@ class Event:
         return _ready(self.outputs)
 
     def synchronize(self) -> None:
-        """Wait for the work before the event."""
+        """Wait for the work before the event; raises what synchronize() raises."""
         _wait(self.index, self.outputs)
+        _raise_failed_checks()
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this event to `end`."""

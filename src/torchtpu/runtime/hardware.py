@@ -59,9 +59,9 @@ def other_accelerator(root: str | Path = "/") -> str | None:
     import torch
 
     dev = Path(root) / "dev"
-    if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1"):
-        if any((dev / name).exists() for name in ("nvidiactl", "nvidia0", "dxg")):
-            return "cuda"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    if torch.version.cuda and not hidden and any((dev / name).exists() for name in ("nvidiactl", "nvidia0", "dxg")):
+        return "cuda"
     if torch.version.hip and (dev / "kfd").exists():
         return "cuda"
     if getattr(torch.version, "xpu", None) and any(dev.glob("dri/renderD*")):

@@ -20,7 +20,7 @@ SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.050700987355480493
 
 
 def _in_compute_dtype(f: Callable[..., Array]) -> Callable[..., Array]:
-    """Call ``f`` with its first ``n`` array arguments in the compute dtype; numbers are cast along, the result is rounded once."""
+    """Call ``f`` with its arguments, numbers included, in the compute dtype, and round the result once."""
 
     def lower(*args: Any) -> Array:
         values, result = promote(*args)
@@ -77,8 +77,8 @@ def gelu_backward(grad_output, self, *, approximate="none"):
 @_in_compute_dtype
 def silu_backward(grad_output, self):
     s = lax.logistic(self)
-    # JVPs of complex functions are conjugated by autograd's convention
-    return grad_output * jnp.conj(s * (1 + self * (1 - s)))
+    # not conjugated for complex numbers, as in PyTorch's kernel
+    return grad_output * s * (1 + self * (1 - s))
 
 
 @lowering("mish_backward")

@@ -1,7 +1,7 @@
 """Fused optimizer steps over lists of tensors, and the loss scaling of automatic mixed precision.
 
-Learning rates and the like are operands of the program, so a schedule never recompiles. Scalars are combined in float64,
-as PyTorch does on the host: ``1 - beta2 ** step`` loses digits in float32.
+Learning rates and the like are operands of the program, so a schedule never recompiles. Scalars are combined in
+float64, as PyTorch does on the host: ``1 - beta2 ** step`` loses digits in float32.
 """
 
 from __future__ import annotations

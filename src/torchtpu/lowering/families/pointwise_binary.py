@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 def register_binary(kind: Kind, table: dict[str, tuple[tuple[str, ...], Callable[[Array, Array], Array]]]) -> None:
-    """Register ``name(self, other)``: a table of name -> (overload names, function on operands of the compute dtype)."""
+    """Register ``name(self, other)``: a table of name -> (overload names, function in the compute dtype)."""
 
     def make(f: Callable[[Array, Array], Array]) -> Callable[[Any, Any], Array]:
         def lower(self, other):
@@ -206,7 +206,7 @@ register_binary(
 
 
 def _register_exact(table: dict[str, tuple[tuple[str, ...], Callable[[Array, Array], Array]]]) -> None:
-    """As ``register_binary``, for functions that do not round and whose result is a bool or of the operands' common dtype."""
+    """As ``register_binary``, for functions that do not round: the result is a bool or of the common dtype."""
 
     def make(f: Callable[[Array, Array], Array]) -> Callable[[Any, Any], Array]:
         return lambda self, other: f(*common(self, other))

@@ -1,4 +1,4 @@
-"""Elementwise operators of three arguments: selection, clamping, interpolation and fused multiply or divide with add."""
+"""Elementwise operators of three arguments: selection, clamping, interpolation, multiply-add."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elementwise operators of one argument: arithmetic, rounding, exponentials, trigonometry, predicates and complex parts."""
+"""Elementwise operators of one argument: arithmetic, rounding, exponentials, trigonometry, predicates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 def register_unary(kind: Kind, table: dict[str, Callable[[Array], Array]]) -> None:
-    """Register ``name(self)`` for each entry of a table: compute in the kind's compute dtype, round once to its result dtype."""
+    """Register ``name(self)`` for a table's entries: computed in the kind's compute dtype, rounded once."""
 
     def make(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
         def lower(self):
@@ -90,7 +90,7 @@ def _angle(x: Array) -> Array:
 
 
 def _bool_or(f: Callable[[Array], Array], value: bool) -> Callable[[Array], Array]:
-    """A predicate of floating-point classes, which is constant for integers; for complex numbers the parts are combined."""
+    """A predicate of floating-point classes, which is constant for integers."""
 
     def predicate(x: Array) -> Array:
         return jnp.full(x.shape, value) if is_integral(x) else f(x)
@@ -157,6 +157,7 @@ register_unary(
 register_unary(
     Kind.DEFAULT,
     {
+        "_conj_physical": jnp.conj,
         "bitwise_not": jnp.bitwise_not,
         "ceil": _unless_integral(jnp.ceil),
         "conj_physical": jnp.conj,

@@ -1,8 +1,8 @@
 """Pooling: average and maximum over windows, adaptive and fractional windows, unpooling, and their gradients.
 
 A maximum is taken one dimension at a time, so a window costs the sum of its extents, not their product. The state is
-(value, flat index of the input position); PyTorch's rule is kept: the first of equal values wins, the last NaN wins over
-everything.
+(value, flat index of the input position); PyTorch's rule is kept: the first of equal values wins, the last NaN wins
+over everything.
 """
 
 from __future__ import annotations

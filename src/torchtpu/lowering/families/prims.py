@@ -1,4 +1,4 @@
-"""The ``prims`` operators that ``torch._refs`` and ``torch._decomp`` break aten operators into: explicit dtypes and broadcasts."""
+"""The ``prims`` operators that ``torch._refs`` and ``torch._decomp`` break aten operators into."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from torchtpu.lowering.registry import find, lowering
 
 Array = jax.Array
 
-_SAME = ["abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bitwise_not", "ceil", "conj_physical", "cos", "cosh", "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "fmax", "fmin", "frexp.Tensor", "gcd", "hypot", "i0", "igamma", "igammac", "isfinite", "lgamma", "log", "log10", "log1p", "log2", "maximum", "minimum", "neg", "nextafter", "reciprocal", "round", "rsqrt", "sign", "signbit", "sin", "sinh", "sqrt", "tan", "tanh", "trunc", "add.Tensor", "bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor", "eq.Tensor", "fmod.Tensor", "ge.Tensor", "gt.Tensor", "le.Tensor", "lt.Tensor", "mul.Tensor", "ne.Tensor", "remainder.Tensor", "sub.Tensor"]
+_SAME = """
+abs acos acosh asin asinh atan atan2 atanh bitwise_not ceil conj_physical cos cosh digamma erf erfc exp exp2
+expm1 floor fmax fmin frexp.Tensor gcd hypot igamma igammac isfinite lgamma log log10 log1p log2 maximum minimum
+neg nextafter reciprocal round rsqrt sign signbit sin sinh sqrt tan tanh trunc add.Tensor bitwise_and.Tensor
+bitwise_or.Tensor bitwise_xor.Tensor eq.Tensor fmod.Tensor ge.Tensor gt.Tensor le.Tensor lt.Tensor mul.Tensor
+ne.Tensor remainder.Tensor sub.Tensor
+"""
 _RENAMED = {
     "bessel_i0": "i0",
     "bessel_i0e": "special_i0e",
@@ -55,9 +61,8 @@ def _as_aten(name: str) -> Callable[..., Any]:
     return lower
 
 
-for _name in _SAME:
-    if (_base := _name.split(".")[0]) not in ("erfinv", "i0"):
-        _prim(_base)(_as_aten(_name))
+for _name in _SAME.split():
+    _prim(_name.split(".")[0])(_as_aten(_name))
 for _name, _aten in _RENAMED.items():
     _prim(_name)(_as_aten(_aten))
 

@@ -166,7 +166,8 @@ def normal_float_tensor(mean, std):
 
 @lowering("normal.Tensor_Tensor", random=True)
 def normal_tensor_tensor(mean, std):
-    return _scaled_normal(jnp.broadcast_shapes(mean.shape, std.shape), mean, std, mean.dtype)
+    (mean, std), result = promote(mean, std)
+    return _scaled_normal(jnp.broadcast_shapes(mean.shape, std.shape), mean, std, result)
 
 
 @lowering("normal.float_float", random=True)

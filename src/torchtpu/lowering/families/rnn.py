@@ -1,4 +1,4 @@
-"""Recurrent networks: the cells PyTorch asks a device for, and whole sequences as a ``lax.scan`` per layer and direction."""
+"""Recurrent networks: the cells PyTorch asks a device for, and whole sequences as one ``lax.scan`` per direction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bessel functions of both kinds, the scaled and modified ones, and the Airy function, by Cephes' rational approximations."""
+"""Bessel functions of both kinds, modified ones, and the Airy function, by Cephes' approximations."""
 
 from __future__ import annotations
 

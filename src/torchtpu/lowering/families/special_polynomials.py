@@ -18,7 +18,7 @@ Array = jax.Array
 
 
 def recurrence(x: Array, n: Array, first: Array, step: Callable[[Array, Array, Array], Array]) -> Array:
-    """The polynomials P_n(x) with P_0 = 1, P_1 = ``first`` and P_k = ``step(k, P_(k-1), P_(k-2))``; 0 for negative degrees."""
+    """The polynomials P_n(x) with P_0 = 1, P_1 = ``first`` and P_k = ``step(k, P_(k-1), P_(k-2))``; 0 if n < 0."""
 
     def advance(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         k, before, now = state

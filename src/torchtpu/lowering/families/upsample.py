@@ -1,7 +1,7 @@
 """Resampling on a regular grid: nearest, linear, cubic and Lanczos interpolation, with and without antialiasing.
 
-Sizes and scales are constants of the program, so each dimension is a table of (positions, weights) computed on the host,
-applied one dimension after the other. The gradient applies the transposed table: a gather too, never a scatter.
+Sizes and scales are constants of the program, so each dimension is a table of (positions, weights) computed on the
+host, applied one dimension after the other. The gradient applies the transposed table: a gather too, never a scatter.
 """
 
 from __future__ import annotations
