@@ -96,5 +96,5 @@ def markdown(title: str, measures: list[Measure], sides: tuple[str, str] = ("tpu
             f"{m.theirs:.3g} / {m.theirs_median:.3g} {m.unit}",
         )
         lines.append(f"| {m.name} | {ours} | {theirs} | {m.ratio:.2f} | {goal} |")
-    notes = [f"{m.name}: {m.note}." for m in measures if m.note]
+    notes = [f"- {m.name}: {m.note}." for m in measures if m.note]
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])

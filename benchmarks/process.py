@@ -81,9 +81,11 @@ torch.tpu.synchronize()
 seconds = time.perf_counter() - start
 done.set()
 watcher.join()
+end = resident()
 assert all(p.device.type == "tpu" for p in model)
-torch.testing.assert_close(model[3].detach()[:100].cpu(), originals[3][:100], rtol=0, atol=0)
-print(json.dumps({"move": seconds, "clone": clone, "copies": (max(peak, resident()) - before) / GB}))
+torch.testing.assert_close(model[3].detach().cpu(), originals[3], rtol=0, atol=0)
+grown = {"peak": (max(peak, end) - before) / GB, "end": (end - before) / GB}
+print(json.dumps({"move": seconds, "clone": clone} | grown))
 """
 
 
@@ -91,9 +93,9 @@ def measure_transfer(rounds: int = 3) -> list[Measure]:
     """1 GB of parameters to the device, against `torch.clone` of the same; and how much memory the process grew by."""
     results = [json.loads(_run(_TRANSFER).splitlines()[-1]) for _ in range(rounds)]
     move, clone = [r["move"] for r in results], [r["clone"] for r in results]
-    copies = max(r["copies"] for r in results)
+    peak, end = (max(r[key] for r in results) for key in ("peak", "end"))
     measure = Measure(
         "moving 1 GB of parameters", "s", min(move), min(clone), statistics.median(move), statistics.median(clone)
     )
-    measure.note = f"at its peak the process had grown by {copies:.2f} copies of the parameters (goal: at most one)"
+    measure.note = f"the process grew by {end:.2f} copies, and by {peak:.2f} at its peak (goal: at most one copy)"
     return [measure]

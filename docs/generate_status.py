@@ -1,7 +1,7 @@
 """Write what works today into README.md: counted from the operator table and from a test run, never typed.
 
-    python -m pytest --junitxml=results.xml
-    python docs/generate_status.py results.xml
+    python -m pytest --junitxml=build/results.xml
+    python docs/generate_status.py build/results.xml
 
 The counts are kept in docs/status.json. Without a results file the table is written anew from those.
 """
@@ -28,6 +28,7 @@ AREAS = {
     "models": "whole models: forward, gradients, optimizer steps",
     "cli": "`torchtpu demo` and `torchtpu doctor`",
     "examples": "the programs in `examples/`",
+    "smoke": "the slice that also runs on the newest supported torch",
     "docs": "the documentation's commands, code and tables",
 }
 

@@ -81,6 +81,9 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend("tpu")
     torch._register_device_module("tpu", device)
     torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=True, for_storage=True)
+    from torchtpu.integrations import accelerate
+
+    accelerate.install()
     _registered = True
 
 

@@ -39,7 +39,11 @@ def test_save_and_load(tmp_path):
 def test_safetensors(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    tensors = {"a": torch.randn(3, 2).to("tpu"), "b": torch.arange(4).to("tpu"), "c": torch.randn(2).bfloat16().to("tpu")}
+    tensors = {
+        "a": torch.randn(3, 2).to("tpu"),
+        "b": torch.arange(4).to("tpu"),
+        "c": torch.randn(2).bfloat16().to("tpu"),
+    }
     save_file(tensors, tmp_path / "x.safetensors")
     loaded = load_file(tmp_path / "x.safetensors", device="cpu")
     assert_close(loaded, {k: v.cpu() for k, v in tensors.items()})
@@ -140,7 +144,9 @@ def test_gradient_hooks_checkpoint_and_functional():
     assert_close(z.cpu(), x.detach().cpu().softmax(1))
     _, tangent = torch.func.jvp(torch.sin, (x.detach(),), (torch.ones_like(x),))
     assert_close(tangent.cpu(), x.detach().cpu().cos())
-    assert torch.autograd.gradcheck(lambda t: (t * t).sum(), torch.randn(3, dtype=torch.float64, device="tpu", requires_grad=True))
+    assert torch.autograd.gradcheck(
+        lambda t: (t * t).sum(), torch.randn(3, dtype=torch.float64, device="tpu", requires_grad=True)
+    )
 
 
 def test_default_device():
@@ -158,7 +164,12 @@ def run_python(code: str, **environment: str) -> str:
     import os
 
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -225,3 +236,50 @@ assert x.sum().item() == 2
 print("done")
 """
     assert "done" in run_python(code)
+
+
+def test_out_of_memory_says_how_much():
+    free, total = torch.tpu.mem_get_info()
+    assert 0 < free <= total
+    huge = torch.empty(1 << 42, device="tpu")
+    with pytest.raises(torch.OutOfMemoryError, match=r"tpu:0 out of memory. Tried to allocate 16384.00 GiB.*are free"):
+        huge.fill_(1.0)
+
+
+def test_an_operator_without_any_kernel_names_itself():
+    x = torch.ones(2, 2, device="tpu")
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(NotImplementedError, match=r"aten._cudnn_rnn_flatten_weight.*neither for the tpu device"),
+    ):
+        torch.ops.aten._cudnn_rnn_flatten_weight([x], 1, 2, 2, 2, 0, 1, False, False)
+
+
+def test_ctrl_c_during_a_compile():
+    code = """
+import os, signal, threading, time, torch
+from torchtpu.runtime import compiler, devices
+import jax
+x = torch.ones(8, device="tpu")
+
+def long(a):  # minutes of compile
+    for k in range(6000):
+        a = jax.numpy.sin(a) * (a[::-1] + k)
+    return [a]
+
+def interrupt():
+    while not any(t.name == "torchtpu-compile" for t in threading.enumerate()):
+        time.sleep(0.05)
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    compiler.compile_program(long, [jax.numpy.ones(8)], devices.device(0), "a long program")
+except KeyboardInterrupt:
+    assert any(t.name == "torchtpu-compile" for t in threading.enumerate()), "the compile was over before the interrupt"
+    assert (x + 1).sum().item() == 16
+    print("interrupted", flush=True)
+    os._exit(0)
+"""
+    assert "interrupted" in run_python(code)

@@ -30,7 +30,9 @@ def test_transfer_copies_in_both_directions():
     assert moved.sum().item() == 128
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+)
 def test_round_trip(dtype):
     cpu = torch.randint(0, 2, (3, 4, 5)).to(dtype).transpose(0, 2)
     assert_close(cpu.to("tpu").cpu(), cpu)
@@ -60,10 +62,19 @@ def test_moving_slices_compile_once():
 
 def test_promotion_follows_pytorch():
     i = torch.arange(4)
-    for build in (lambda t: t + 1.5, lambda t: t * True, lambda t: t / 2, lambda t: t > 1.5, lambda t: t.bool() + 1, lambda t: t + 1j):
+    for build in (
+        lambda t: t + 1.5,
+        lambda t: t * True,
+        lambda t: t / 2,
+        lambda t: t > 1.5,
+        lambda t: t.bool() + 1,
+        lambda t: t + 1j,
+    ):
         assert_close(build(i.to("tpu")).cpu(), build(i))
     h = torch.randn(4).bfloat16()
-    assert_close((h.to("tpu") + torch.tensor(1.0, dtype=torch.float64)).cpu(), h + torch.tensor(1.0, dtype=torch.float64))
+    assert_close(
+        (h.to("tpu") + torch.tensor(1.0, dtype=torch.float64)).cpu(), h + torch.tensor(1.0, dtype=torch.float64)
+    )
 
 
 def test_out_arguments():
@@ -230,7 +241,9 @@ def test_random_numbers_follow_the_seed():
     g = torch.Generator("tpu").manual_seed(1)
     x = torch.empty(1000, device="tpu").normal_(2.0, 3.0, generator=g)
     assert abs(x.mean().item() - 2) < 0.4 and abs(x.std().item() - 3) < 0.3
-    assert torch.equal(x, torch.empty(1000, device="tpu").normal_(2.0, 3.0, generator=torch.Generator("tpu").manual_seed(1)))
+    assert torch.equal(
+        x, torch.empty(1000, device="tpu").normal_(2.0, 3.0, generator=torch.Generator("tpu").manual_seed(1))
+    )
     with pytest.raises(RuntimeError, match="generator"):
         torch.empty(3, device="tpu").normal_(generator=torch.Generator())
 

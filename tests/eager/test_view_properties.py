@@ -1,4 +1,6 @@
-"""Random chains of view and in-place operators: every alias must see what CPU tensors see, with the same sizes and strides."""
+"""Random chains of view and in-place operators: every alias must see what CPU tensors see, with the same sizes and
+strides.
+"""
 
 from __future__ import annotations
 
@@ -101,12 +103,28 @@ def as_bytes(t, a, b, c):
 def pairs(t, a, b, c):
     if t.is_complex():
         return torch.view_as_real(t.resolve_conj())
-    suits = t.dtype is torch.float32 and t.dim() and t.shape[-1] == 2 and t.stride(-1) == 1 and t.storage_offset() % 2 == 0
+    suits = (
+        t.dtype is torch.float32 and t.dim() and t.shape[-1] == 2 and t.stride(-1) == 1 and t.storage_offset() % 2 == 0
+    )
     return torch.view_as_complex(t) if suits and all(s % 2 == 0 for s in t.stride()[:-1]) else t
 
 
 VIEWS = [
-    *(transpose, permute, select, narrow, step, unsqueeze, squeeze, expand, flat_view, split_view, unfold, diagonal, strided),
+    *(
+        transpose,
+        permute,
+        select,
+        narrow,
+        step,
+        unsqueeze,
+        squeeze,
+        expand,
+        flat_view,
+        split_view,
+        unfold,
+        diagonal,
+        strided,
+    ),
     *(movedim, chunk, unbind, bits, as_bytes, pairs),
 ]
 
@@ -161,15 +179,26 @@ WRITES = [add_, mul_, fill_, zero_, copy_reversed, add_self, add_transposed, mas
 
 
 def same(cpu: torch.Tensor, tpu: torch.Tensor) -> None:
-    assert (cpu.shape, cpu.stride(), cpu.storage_offset(), cpu.dtype) == (tpu.shape, tpu.stride(), tpu.storage_offset(), tpu.dtype)
+    assert (cpu.shape, cpu.stride(), cpu.storage_offset(), cpu.dtype) == (
+        tpu.shape,
+        tpu.stride(),
+        tpu.storage_offset(),
+        tpu.dtype,
+    )
     torch.testing.assert_close(tpu.cpu(), cpu, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-STEP = st.tuples(st.booleans(), st.integers(0, 99), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+STEP = st.tuples(
+    st.booleans(), st.integers(0, 99), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(sizes=SIZES, layout=st.sampled_from(["contiguous", "channels_last", "permuted"]), steps=st.lists(STEP, min_size=3, max_size=8))
+@given(
+    sizes=SIZES,
+    layout=st.sampled_from(["contiguous", "channels_last", "permuted"]),
+    steps=st.lists(STEP, min_size=3, max_size=8),
+)
 def test_chains(sizes, layout, steps):
     base = torch.arange(float(torch.Size(sizes).numel())).reshape(sizes)
     if layout == "channels_last" and len(sizes) == 4:

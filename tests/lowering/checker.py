@@ -1,4 +1,6 @@
-"""Check lowerings against PyTorch CPU without the device: a dispatch mode that runs every aten call a second time through JAX."""
+"""Check lowerings against PyTorch CPU without the device: a dispatch mode that runs every aten call a second time
+through JAX.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def _operand_arguments(op: torch._ops.OpOverload) -> dict[str, bool]:
     entry = find(short_name(op))
     kinds = {"number", "float", "Tensor"}
     return {
-        a.name: entry is not None and str(a.type).replace("Optional[", "").replace("List[", "").rstrip("]") in kinds and a.name not in entry.static
+        a.name: entry is not None
+        and str(a.type).replace("Optional[", "").replace("List[", "").rstrip("]") in kinds
+        and a.name not in entry.static
         for a in op._schema.arguments
     }
 
@@ -86,7 +90,9 @@ def run_lowering(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
             if int(value) != OK:
                 raise error(message.format(value=int(value)))
         leaves_out, out_spec = jax.tree.flatten(out)
-        return jax.tree.unflatten(out_spec, [to_tensor(x) if isinstance(x, jax.Array | np.ndarray) else x for x in leaves_out])
+        return jax.tree.unflatten(
+            out_spec, [to_tensor(x) if isinstance(x, jax.Array | np.ndarray) else x for x in leaves_out]
+        )
 
 
 def compare(op: torch._ops.OpOverload, actual: Any, expected: Any) -> None:
@@ -110,7 +116,8 @@ def check(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> None:
 class CheckLowerings(TorchDispatchMode):
     """Under this mode every functional aten call on CPU tensors is repeated through its lowering and compared.
 
-    ``failures`` collects (operator, error); ``seen`` the operators checked; ``missing`` those with no lowering or decomposition.
+    ``failures`` collects (operator, error); ``seen`` the operators checked; ``missing`` those with no lowering or
+    decomposition.
     """
 
     def __init__(self, only: set[str] | None = None) -> None:
@@ -121,7 +128,9 @@ class CheckLowerings(TorchDispatchMode):
         kwargs = kwargs or {}
         name = short_name(op)
         base = name.split(".")[0]
-        skip = op._schema.is_mutable or base in RANDOM | UNINITIALISED or (self.only is not None and base not in self.only)
+        skip = (
+            op._schema.is_mutable or base in RANDOM | UNINITIALISED or (self.only is not None and base not in self.only)
+        )
         has = find(name) is not None or decomposition(op) is not None
         if not skip and not has:
             self.missing.add(name)
@@ -130,13 +139,17 @@ class CheckLowerings(TorchDispatchMode):
             self.seen.add(name)
             try:
                 compare(op, run_lowering(op, *args, **kwargs), expected)
-            except Exception as error:  # noqa: BLE001 - every kind of failure is collected and reported
+            except Exception as error:
                 self.failures.append((name, error, args, kwargs))
         return expected
 
 
-def sweep(entry: str, dtypes: tuple[torch.dtype, ...] = (torch.float32,), limit: int = 10, backward: bool = True) -> CheckLowerings:
-    """Run op_db entries of that name (all variants) under ``CheckLowerings``, forward and backward, and return what was found."""
+def sweep(
+    entry: str, dtypes: tuple[torch.dtype, ...] = (torch.float32,), limit: int = 10, backward: bool = True
+) -> CheckLowerings:
+    """Run op_db entries of that name (all variants) under ``CheckLowerings``, forward and backward, and return what was
+    found.
+    """
     from torch.testing._internal.common_methods_invocations import op_db
 
     mode = CheckLowerings()
@@ -150,7 +163,11 @@ def sweep(entry: str, dtypes: tuple[torch.dtype, ...] = (torch.float32,), limit:
                     break
                 with mode:
                     out = info(sample.input, *sample.args, **sample.kwargs)
-                    outs = [o for o in torch.utils._pytree.tree_leaves(out) if isinstance(o, torch.Tensor) and o.requires_grad]
+                    outs = [
+                        o
+                        for o in torch.utils._pytree.tree_leaves(out)
+                        if isinstance(o, torch.Tensor) and o.requires_grad
+                    ]
                     if grad and outs:
                         torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
     return mode
@@ -163,4 +180,11 @@ if __name__ == "__main__":
         found = sweep(argument, (torch.float32, torch.int64, torch.bool, torch.bfloat16))
         print(argument, "ok:", sorted(found.seen), "MISSING:", sorted(found.missing))
         for name, error, args, kwargs in found.failures[:6]:
-            print("  FAIL", name, str(error)[:400].replace("\n", " "), "| args:", str(args)[:160].replace("\n", " "), str(kwargs)[:100])
+            print(
+                "  FAIL",
+                name,
+                str(error)[:400].replace("\n", " "),
+                "| args:",
+                str(args)[:160].replace("\n", " "),
+                str(kwargs)[:100],
+            )

@@ -36,7 +36,11 @@ def test_sampling_is_reproducible(pair):
 
     def sample(seed: int) -> list[int]:
         torch.manual_seed(seed)
-        return tpu.generate(prompt, max_new_tokens=8, do_sample=True, top_k=20, top_p=0.9, temperature=1.3).cpu().tolist()[0]
+        return (
+            tpu.generate(prompt, max_new_tokens=8, do_sample=True, top_k=20, top_p=0.9, temperature=1.3)
+            .cpu()
+            .tolist()[0]
+        )
 
     assert sample(0) == sample(0)
     assert any(sample(0) != sample(s) for s in (1, 2, 3))
@@ -57,3 +61,18 @@ def test_encoder_decoder():
     expected = model.generate(batch["input_features"], max_new_tokens=5, do_sample=False)
     actual = twin.generate(batch["input_features"].to("tpu"), max_new_tokens=5, do_sample=False)
     assert torch.equal(actual.cpu(), expected)
+
+
+def test_static_cache_compiles_with_the_tpu_backend(pair):
+    """Transformers compiles static caches on a tpu by itself, with Dynamo's backend "tpu"."""
+    from torchtpu.runtime.compiler import statistics
+
+    cpu, tpu = pair
+    torch.manual_seed(1)
+    prompt = ids(2, 5)
+    expected = cpu.generate(prompt, max_new_tokens=6, do_sample=False)
+    first = tpu.generate(prompt.to("tpu"), max_new_tokens=6, do_sample=False, cache_implementation="static")
+    before = statistics.compiles
+    second = tpu.generate(prompt.to("tpu"), max_new_tokens=6, do_sample=False, cache_implementation="static")
+    assert torch.equal(first.cpu(), expected) and torch.equal(second.cpu(), expected)
+    assert statistics.compiles == before

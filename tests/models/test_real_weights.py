@@ -60,7 +60,7 @@ def test_lstm_voice_encoder():
         (embedding * torch.arange(256.0, device=x.device)).sum().backward()
         return embedding.detach().cpu(), {n: p.grad.cpu() for n, p in m.named_parameters()}
 
-    assert_close(run(twin, mels.to("tpu")), run(model, mels), rtol=1e-4, atol=1e-4)
+    assert_close(run(twin, mels.to("tpu")), run(model, mels), rtol=1e-3, atol=1e-3)
     assert torch.tpu.fallback_count() == 0
 
 

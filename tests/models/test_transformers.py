@@ -1,4 +1,6 @@
-"""Unmodified Transformers models on the device, compared with CPU: forward, loss, every gradient, three optimizer steps."""
+"""Unmodified Transformers models on the device, compared with CPU: forward, loss, every gradient, three optimizer
+steps.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ def on(device: str, batch: Batch) -> Batch:
     return {k: v.to(device) for k, v in batch.items()}
 
 
-def train(model: torch.nn.Module, batch: Batch, make: Callable[[Any], torch.optim.Optimizer], steps: int = 3) -> list[Any]:
-    """Losses and gradients of every step, logits of the first, and the parameters and buffers at the end, all on the CPU."""
+def train(
+    model: torch.nn.Module, batch: Batch, make: Callable[[Any], torch.optim.Optimizer], steps: int = 3
+) -> list[Any]:
+    """Losses and gradients of every step, logits of the first, and the parameters and buffers at the end, all on the
+    CPU.
+    """
     optimizer = make(model.parameters())
     seen: list[Any] = []
     for _ in range(steps):

@@ -16,7 +16,16 @@ from torchtpu.eager.views import physical_order, row_major
 from torchtpu.lowering.dtypes import to_jax, to_torch
 from torchtpu.runtime import devices
 
-__all__ = ["array_of", "from_host", "make_spec", "number_operand", "physical_shape", "prepare_storage", "to_host", "wrap_array"]
+__all__ = [
+    "array_of",
+    "from_host",
+    "make_spec",
+    "number_operand",
+    "physical_shape",
+    "prepare_storage",
+    "to_host",
+    "wrap_array",
+]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -72,7 +81,8 @@ def _bits(dtype: torch.dtype) -> torch.dtype | None:
 def from_host(tensor: torch.Tensor, device: int) -> jax.Array:
     """The value of a contiguous CPU tensor that nobody else will write to.
 
-    XLA:CPU uses the memory as it is, and a TPU reads it after this returns: whoever passes a tensor that can still change passes a clone.
+    XLA:CPU uses the memory as it is, and a TPU reads it after this returns: whoever passes a tensor that can still
+    change passes a clone.
     """
     tensor = tensor.detach()
     bits = _bits(tensor.dtype)
@@ -107,7 +117,9 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
     """The tensor's elements as an array of its size; free when the tensor is its whole storage, in order."""
     value, shape, dtype = _C.get_value(tensor)
     size = tuple(tensor.shape)
-    plain = value is not None and dtype is tensor.dtype and shape == size and not tensor.is_conj() and not tensor.is_neg()
+    plain = (
+        value is not None and dtype is tensor.dtype and shape == size and not tensor.is_conj() and not tensor.is_neg()
+    )
     if plain and tensor.is_contiguous() and tensor.storage_offset() == 0:
         return value
     copy = torch.ops.aten.clone.default(tensor, memory_format=torch.contiguous_format)
@@ -117,7 +129,8 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
 def prepare_storage(tensor: torch.Tensor) -> bool:
     """Make a storage's value fit a tensor that reads it: same dtype, enough elements. True if the value was rewritten.
 
-    A storage is bytes; its value has one dtype at a time. Views of another dtype (``x.view(torch.int32)``, ``view_as_real``, a byte
+    A storage is bytes; its value has one dtype at a time. Views of another dtype (``x.view(torch.int32)``,
+    ``view_as_real``, a byte
     storage being loaded) rewrite the value to theirs, bit for bit, and every other view goes on seeing the same bytes.
     """
     value, shape, dtype = _C.get_value(tensor)
@@ -127,7 +140,9 @@ def prepare_storage(tensor: torch.Tensor) -> bool:
     held = math.prod(shape) * dtype.itemsize
     reach = 0
     if tensor.numel():
-        reach = tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = (
+            tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        )
     if dtype is tensor.dtype and reach * dtype.itemsize <= held:
         return False
     whole = nbytes // tensor.dtype.itemsize
@@ -144,7 +159,6 @@ def _reinterpret(value: jax.Array, old: torch.dtype, new: torch.dtype, elements:
         total = elements * new.itemsize
         raw = jnp.pad(raw, (0, total - raw.size)) if raw.size < total else raw[:total]
         return _from_bytes(raw, new)
-
 
     # Keep the folding where the element size stays the same: it is what later reads are planned on.
     if old.itemsize == new.itemsize and value.size == elements:

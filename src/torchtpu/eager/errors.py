@@ -26,11 +26,12 @@ def out_of_memory(device: int, asked: int | None, detail: str) -> torch.OutOfMem
     wanted = f"Tried to allocate {_size(asked)}. " if asked is not None else ""
     used = memory.memory_allocated(device)
     return torch.OutOfMemoryError(
-        f"tpu:{device} out of memory. {wanted}Tensors hold {_size(used)} of {_size(total)}; {_size(free)} are free. {detail}"
+        f"tpu:{device} out of memory. {wanted}Tensors hold {_size(used)} of {_size(total)}; {_size(free)} are free. "
+        + detail
     )
 
 
-def translate(error: Exception, op: OpOverload, device: int) -> Exception:
+def translate(error: Exception, op: OpOverload | str, device: int) -> Exception:
     """The exception to raise for one that JAX raised while running an operator."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text:

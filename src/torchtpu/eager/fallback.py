@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
+from torchtpu.eager.preconditions import require_one_device
 from torchtpu.eager.schema import written_arguments
 
 __all__ = ["fallback_count", "fallbacks", "reset_fallbacks", "run_on_cpu"]
@@ -41,13 +42,11 @@ def run_on_cpu(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     name = str(op)
     if name not in _counts:
         warnings.warn(
-            f"{name} has no program on the tpu device yet and runs on the CPU: its inputs and results are copied on every call. "
-            "torch.tpu.fallbacks() counts such calls.",
+            f"{name} has no program on the tpu device yet and runs on the CPU: its inputs and results are copied on "
+            "every call. torch.tpu.fallbacks() counts such calls.",
             stacklevel=2,
         )
     _counts[name] += 1
-    from torchtpu.eager.kernels import require_one_device
-
     require_one_device(op, args, kwargs)
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     device: torch.device | None = None

@@ -12,7 +12,8 @@ import torch
 from torchtpu import _C
 from torchtpu.eager.arrays import array_of, from_host, make_spec, to_host, wrap_array
 from torchtpu.eager.errors import out_of_memory, translate
-from torchtpu.eager.kernels import make_kernel, require_no_overlap
+from torchtpu.eager.kernels import make_kernel
+from torchtpu.eager.preconditions import require_no_overlap, require_one_device
 from torchtpu.eager.views import physical_order
 from torchtpu.runtime import checks, devices
 
@@ -53,7 +54,9 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
             src = src.expand(self.shape)
         src = src.detach().resolve_conj().resolve_neg()
         if not _store_from_host(self, src):
-            staged = wrap_array(_put(_private(src.to(self.dtype).contiguous(), src), self.device.index), self.device.index)
+            staged = wrap_array(
+                _put(_private(src.to(self.dtype).contiguous(), src), self.device.index), self.device.index
+            )
             copy_(self, staged)
         return self
     if src.device != self.device:
@@ -98,10 +101,17 @@ def _store_from_host(self: torch.Tensor, src: torch.Tensor) -> bool:
 
 
 def _share(self: torch.Tensor, src: torch.Tensor) -> bool:
-    """Give ``self`` the value of ``src`` where both are whole storages of one layout: arrays are immutable, so no copy is needed."""
+    """Give ``self`` the value of ``src`` where both are whole storages of one layout: arrays are immutable, so no copy
+    is needed.
+    """
     if self.dtype is not src.dtype or self.shape != src.shape or self.stride() != src.stride():
         return False
-    if self.is_conj() != src.is_conj() or self.is_neg() != src.is_neg() or not _covers_storage(self) or not _covers_storage(src):
+    if (
+        self.is_conj() != src.is_conj()
+        or self.is_neg() != src.is_neg()
+        or not _covers_storage(self)
+        or not _covers_storage(src)
+    ):
         return False
     value, shape, dtype = _C.get_value(src)
     if value is None:
@@ -120,15 +130,16 @@ def _local_scalar_dense(self: torch.Tensor) -> Any:
     checks.raise_failed()
     if self.dtype is torch.bool:
         return bool(value)
-    return int(value) if not (self.dtype.is_floating_point or self.dtype.is_complex) else (complex if self.dtype.is_complex else float)(value)
+    return (
+        int(value)
+        if not (self.dtype.is_floating_point or self.dtype.is_complex)
+        else (complex if self.dtype.is_complex else float)(value)
+    )
 
 
 def equal(self: torch.Tensor, other: torch.Tensor) -> bool:
     """``torch.equal``: same size and same elements."""
-    if self.device != other.device:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {self.device} and {other.device}!"
-        )
+    require_one_device(_aten.equal.default, (self, other), {})
     if self.shape != other.shape:
         return False
     return bool(torch.eq(self, other).all().item())

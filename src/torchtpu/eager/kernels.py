@@ -24,8 +24,8 @@ from torchtpu.eager.arrays import array_of, number_operand, prepare_storage, wra
 from torchtpu.eager.errors import translate
 from torchtpu.eager.fallback import run_on_cpu
 from torchtpu.eager.meta import Unknown, metas_of, run_meta
+from torchtpu.eager.preconditions import require_no_overlap, require_one_device
 from torchtpu.eager.program import Call, Constant, Program, describe, name_of, output_spec, storage_spec, trace_function
-from torchtpu.eager.views import physical_order
 from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
 from torchtpu.lowering.registry import Lowering, find
@@ -79,14 +79,18 @@ class Kernel:
         self.cpu_indices = base in _CPU_INDICES_ALLOWED
 
     def _returned_arguments(self) -> list[str | None]:
-        """For each result, the argument it is (in-place and out= operators return what they wrote), or None for a new tensor."""
+        """For each result, the argument it is (in-place and out= operators return what they wrote), or None for a new
+        tensor.
+        """
         owners = {}
         for a in self.op._schema.arguments:
             if a.alias_info is not None and a.alias_info.is_write:
                 for name in a.alias_info.before_set:
                     owners[name] = a.name
         return [
-            next((owners[n] for n in r.alias_info.before_set if n in owners), None) if r.alias_info is not None else None
+            next((owners[n] for n in r.alias_info.before_set if n in owners), None)
+            if r.alias_info is not None
+            else None
             for r in self.op._schema.returns
         ]
 
@@ -111,7 +115,7 @@ class Kernel:
             require_no_overlap(self._written(args, kwargs), tree_leaves((args, kwargs)))
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.device.type != "cpu"]
         for _ in range(len(tensors) + 1):
-            if not any([prepare_storage(t) for t in tensors]):
+            if sum(prepare_storage(t) for t in tensors) == 0:
                 break
         else:
             return self._split_dtypes(args, kwargs)
@@ -121,7 +125,9 @@ class Kernel:
         key, operands, owners, device = _C.flatten(self.handle, args, kwargs)
         call = describe(self.op, self.flags, args, kwargs, device)
         if len(call.operands) != len(operands):
-            raise AssertionError(f"{name_of(self.op)}: {len(call.operands)} operands described, {len(operands)} flattened")
+            raise AssertionError(
+                f"{name_of(self.op)}: {len(call.operands)} operands described, {len(operands)} flattened"
+            )
         try:
             program = self._program(call, operands, metas)
         except NoLowering:
@@ -137,7 +143,9 @@ class Kernel:
         """Indices may live on the CPU, as with CUDA."""
         if not self.cpu_indices or not isinstance(args[0], torch.Tensor):
             return args, kwargs
-        indices = [i.to(args[0].device) if isinstance(i, torch.Tensor) and i.device != args[0].device else i for i in args[1]]
+        indices = [
+            i.to(args[0].device) if isinstance(i, torch.Tensor) and i.device != args[0].device else i for i in args[1]
+        ]
         return (args[0], indices, *args[2:]), kwargs
 
     def _written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -300,70 +308,6 @@ def find_generator(args: Any, kwargs: Any) -> torch.Generator | None:
     return None
 
 
-def require_one_device(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise PyTorch's error when tensors are on different devices; 0-d CPU tensors may join any.
-
-    Raises:
-        RuntimeError: names both arguments and both devices.
-    """
-    names = [a.name for a in op._schema.arguments]
-    first: tuple[str, torch.device] | None = None
-    placed = []
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        items = list(value) if isinstance(value, tuple | list) else [value]
-        for i, t in enumerate(items):
-            if isinstance(t, torch.Tensor):
-                label = f"{name}[{i}]" if isinstance(value, tuple | list) else name
-                placed.append((label, t))
-    for label, t in placed:
-        if t.device.type == "tpu" and first is None:
-            first = (label, t.device)
-    for label, t in placed:
-        if first is None or t.device == first[1] or (t.device.type == "cpu" and t.dim() == 0):
-            continue
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {first[1]} and {t.device}! "
-            f"In {name_of(op)}, argument '{first[0]}' is on {first[1]} and argument '{label}' is on {t.device}: "
-            f"move one of them with .to(\"{first[1]}\")."
-        )
-
-
-def require_no_overlap(written: list[torch.Tensor], read: list[Any]) -> None:
-    """Raise PyTorch's errors for writes whose result would depend on the order of elements.
-
-    Raises:
-        RuntimeError: a written tensor has several elements in one place, or shares only some of its places with one that is read.
-    """
-    for t in written:
-        if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
-            raise RuntimeError(
-                "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-                "Please clone() the tensor before performing the operation."
-            )
-        for other in read:
-            if isinstance(other, torch.Tensor) and other is not t and other.device == t.device and _partly_overlap(t, other):
-                raise RuntimeError(
-                    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
-                    "location. Please clone() the tensor before performing the operation."
-                )
-
-
-def _partly_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """PyTorch's rule (``at::get_overlap_status``): only dense tensors are judged."""
-    if a.untyped_storage()._cdata != b.untyped_storage()._cdata or not a.numel() or not b.numel():
-        return False
-    if not _dense(a) or not _dense(b):
-        return False
-    first, second = a.storage_offset() * a.itemsize, b.storage_offset() * b.itemsize
-    if first == second and a.nbytes == b.nbytes:
-        return a.stride() != b.stride()
-    return first < second + b.nbytes and second < first + a.nbytes
-
-
-def _dense(t: torch.Tensor) -> bool:
-    return physical_order(tuple(t.shape), tuple(t.stride())) is not None
-
-
 class _Dynamic:
     """An operator whose result's shape depends on values: it waits for its inputs and computes outside any trace."""
 
@@ -373,7 +317,11 @@ class _Dynamic:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         require_one_device(self.op, args, kwargs)
-        device = next(t.device.index for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.device.type == "tpu")
+        device = next(
+            t.device.index
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor) and t.device.type == "tpu"
+        )
         dropped = self.derived.dropped if self.derived is not None else frozenset()
 
         def value(x: Any) -> Any:
@@ -382,12 +330,17 @@ class _Dynamic:
             return [value(y) for y in x] if isinstance(x, tuple | list) else x
 
         plain = [value(x) for n, x in zip(self.names, args, strict=False) if n not in dropped]
-        named = {n: value(x) for n, x in kwargs.items() if n not in dropped and n not in ("generator", "device", "layout", "pin_memory")}
+        named = {
+            n: value(x)
+            for n, x in kwargs.items()
+            if n not in dropped and n not in ("generator", "device", "layout", "pin_memory")
+        }
         checks.raise_failed()
         with jax.enable_x64(True), jax.default_device(devices.device(device)):
             result = self.entry.function(*plain, **named)
             arrays = [
-                jax.device_put(a, devices.device(device)) for a in (result if isinstance(result, tuple | list) else [result])
+                jax.device_put(a, devices.device(device))
+                for a in (result if isinstance(result, tuple | list) else [result])
             ]
         tensors = [wrap_array(a, device) for a in arrays]
         if self.derived is not None:

@@ -21,7 +21,8 @@ def run_meta(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     """Run the operator on meta tensors of the arguments' geometry.
 
     Returns:
-        what the operator returned, and for every tensor argument (by ``id``) its stand-in, which an out= operator may have resized.
+        what the operator returned, and for every tensor argument (by ``id``) its stand-in, which an out= operator may
+        have resized.
 
     Raises:
         Unknown: there is no meta kernel, or it refuses what the CPU accepts.
@@ -40,13 +41,16 @@ def run_meta(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         return None if isinstance(x, torch.Generator) else x
 
     meta_args, meta_kwargs = tree_map(stand_in, (args, kwargs))
-    if "device" in {a.name for a in op._schema.arguments} and not any(isinstance(x, torch.Tensor) for x in tree_leaves(args)):
+    if "device" in {a.name for a in op._schema.arguments} and not any(
+        isinstance(x, torch.Tensor) for x in tree_leaves(args)
+    ):
         meta_kwargs["device"] = torch.device("meta")
     try:
         with torch.no_grad():
             return op(*meta_args, **meta_kwargs), stand_ins
     except Exception as error:
-        # A meta kernel's words are often its own, and some know less than the CPU does: let the CPU kernel judge the same geometry.
+        # A meta kernel's words are often its own, and some know less than the CPU does: let the CPU kernel judge the
+        # same geometry.
         _raise_as_cpu(op, args, kwargs)
         raise Unknown(str(error)) from error
 

@@ -3,8 +3,8 @@
 * ``strict``: every operator is one program, enqueued at once; Python does not wait for it.
 * ``debug``: the same, but Python waits for each operator, so that an error surfaces on the line that caused it.
 
-Set the mode with ``torch.tpu.eager_mode = "debug"``, for a block with ``torch.tpu.set_eager_mode("debug")``, or for a process with the
-environment variable ``TORCHTPU_EAGER_MODE``.
+Set the mode with ``torch.tpu.eager_mode = "debug"``, for a block with ``torch.tpu.set_eager_mode("debug")``, or for a
+process with the environment variable ``TORCHTPU_EAGER_MODE``.
 """
 
 from __future__ import annotations

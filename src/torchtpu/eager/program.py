@@ -1,7 +1,9 @@
 """From one operator call to a compiled program.
 
-The call's tensors are windows on storages. The program takes the storages' values and the call's numbers, reads the windows,
-runs the lowering, and returns the values of the new tensors' storages and the new values of the storages it wrote to. Results' sizes, strides and dtypes are those of
+The call's tensors are windows on storages. The program takes the storages' values and the call's numbers, reads the
+windows,
+runs the lowering, and returns the values of the new tensors' storages and the new values of the storages it wrote to.
+Results' sizes, strides and dtypes are those of
 PyTorch's own meta kernel; a lowering that disagrees is reported as a bug.
 """
 
@@ -46,7 +48,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Number:
-    """A number argument: which operand holds it, and its Python type; ``dtype`` is None for a Python number (weakly typed)."""
+    """A number argument: which operand holds it, and its Python type; ``dtype`` is None for a Python number (weakly
+    typed).
+    """
 
     operand: int
     dtype: torch.dtype | None
@@ -63,75 +67,119 @@ class Storage:
 
 
 @dataclass
-class Call:
-    """A call with its tensors and numbers replaced by descriptions; equal structures share one program, wherever their slices start."""
+class Described:
+    """Arguments with their tensors and numbers replaced by descriptions, and the operands those refer to.
 
-    op: OpOverload
+    Attributes:
+        args, kwargs: the arguments; a ``Window`` for every tensor, a ``Number`` for every operand that is a number.
+        operands: for each operand of the program, its storage, or None for a number.
+        windows: every window, in order.
+    """
+
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: list[Storage | None]
     windows: list[Window]
-    device: int
+
+    def base(self, window: Window, operands: Sequence[Any]) -> jax.Array:
+        """The value of the storage that a window is on; zeros if nothing was ever written there."""
+        storage = self.operands[window.operand]
+        assert storage is not None
+        return jnp.zeros(storage.shape, to_jax(storage.dtype)) if storage.uninitialised else operands[window.operand]
+
+    @staticmethod
+    def number(x: Any, operands: Sequence[Any]) -> Any:
+        """The operand behind a number; anything else is itself."""
+        if not isinstance(x, Number):
+            return x
+        return operands[x.operand] if x.dtype is None else operands[x.operand].astype(to_jax(x.dtype))
 
     def starts(self) -> np.ndarray | None:
-        """Where the windows that are not static start, as one int32 vector; None when all are static."""
+        """Where the windows that are not static start, as one vector; None when all are static."""
         moving = [s for w in self.windows for s in w.starts if not w.plan.static]
         if not moving:
             return None
         return np.asarray(moving, np.int64 if max(moving) >= 2**31 else np.int32)
 
+
+@dataclass
+class Call(Described):
+    """A described operator call; calls of equal structure share one program, wherever their slices start."""
+
+    op: OpOverload
+    device: int
+
     def structure(self) -> tuple[Any, ...]:
         """What two calls must have in common to run the same program."""
         leaves = tree_leaves((self.args, self.kwargs), is_leaf=lambda x: isinstance(x, Window | Number))
-        keys = tuple((type(x), x) if isinstance(x, bool | int | float) else x for x in leaves if not isinstance(x, torch.Generator))
+        keys = tuple(
+            (type(x), x) if isinstance(x, bool | int | float) else x
+            for x in leaves
+            if not isinstance(x, torch.Generator)
+        )
         shape = repr(tree_map(lambda _: 0, (self.args, self.kwargs), is_leaf=lambda x: isinstance(x, Window | Number)))
         settings = (torch.get_default_dtype(), torch.get_float32_matmul_precision())
         return keys, shape, tuple(self.operands), self.device, settings
 
 
-def describe(op: OpOverload, operand_flags: dict[str, bool], args: Sequence[Any], kwargs: dict[str, Any], device: int) -> Call:
-    """Describe a call, numbering operands in the order in which ``_C.flatten`` lists them."""
-    operands: list[Storage | None] = []
-    windows: list[Window] = []
-    seen: dict[int, int] = {}
+class _Describer:
+    """Describes arguments one after the other, numbering operands in the order in which ``_C.flatten`` lists them."""
 
-    def tensor(t: torch.Tensor) -> Any:
+    def __init__(self) -> None:
+        self.operands: list[Storage | None] = []
+        self.windows: list[Window] = []
+        self.seen: dict[int, int] = {}
+
+    def leaf(self, x: Any, operand: bool) -> Any:
+        """Describe one argument; ``operand`` says whether a Python number is one."""
+        if isinstance(x, torch.Tensor):
+            return self.tensor(x)
+        if isinstance(x, bool | int | float | complex) and operand:
+            self.operands.append(None)
+            return Number(len(self.operands) - 1, None, type(x))
+        if isinstance(x, tuple | list):
+            return [self.leaf(y, operand) for y in x]
+        return x
+
+    def tensor(self, t: torch.Tensor) -> Any:
         if t.device.type == "cpu":
-            operands.append(None)
-            return Number(len(operands) - 1, None if _C.is_wrapped_number(t) else t.dtype, type(t.item()))
+            self.operands.append(None)
+            return Number(len(self.operands) - 1, None if _C.is_wrapped_number(t) else t.dtype, type(t.item()))
         identity = t.untyped_storage()._cdata
         size, stride = tuple(t.shape), tuple(t.stride())
-        if identity not in seen:
+        if identity not in self.seen:
             value, shape, dtype = _C.get_value(t)
             if value is None:
                 dtype = t.dtype
                 elements = t.untyped_storage().nbytes() // dtype.itemsize
                 dense = physical_order(size, stride) is not None and t.numel() == elements
                 shape = physical_shape(size, stride) if dense else (elements,)
-            seen[identity] = len(operands)
-            operands.append(Storage(tuple(shape), dtype, value is None))
-        operand = seen[identity]
-        storage = operands[operand]
+            self.seen[identity] = len(self.operands)
+            self.operands.append(Storage(tuple(shape), dtype, value is None))
+        operand = self.seen[identity]
+        storage = self.operands[operand]
         assert storage is not None
         plan, starts = plan_view(storage.shape, size, stride, t.storage_offset())
         window = Window(operand, plan, starts, t.dtype, stride, t.is_conj(), t.is_neg())
-        windows.append(window)
+        self.windows.append(window)
         return window
 
-    def leaf(x: Any, operand: bool) -> Any:
-        if isinstance(x, torch.Tensor):
-            return tensor(x)
-        if isinstance(x, bool | int | float | complex) and operand:
-            operands.append(None)
-            return Number(len(operands) - 1, None, type(x))
-        if isinstance(x, tuple | list):
-            return [leaf(y, operand) for y in x]
-        return x
 
+def describe(
+    op: OpOverload, operand_flags: dict[str, bool], args: Sequence[Any], kwargs: dict[str, Any], device: int
+) -> Call:
+    """Describe an operator call."""
+    d = _Describer()
     names = [a.name for a in op._schema.arguments]
-    described = tuple(leaf(x, operand_flags[n]) for n, x in zip(names, args, strict=False))
-    named = {n: leaf(x, operand_flags[n]) for n, x in kwargs.items()}
-    return Call(op, described, named, operands, windows, device)
+    described = tuple(d.leaf(x, operand_flags[n]) for n, x in zip(names, args, strict=False))
+    named = {n: d.leaf(x, operand_flags[n]) for n, x in kwargs.items()}
+    return Call(described, named, d.operands, d.windows, op, device)
+
+
+def describe_values(values: Sequence[Any]) -> Described:
+    """Describe the inputs of a graph; numbers among them are constants."""
+    d = _Describer()
+    return Described(tuple(d.leaf(x, False) for x in values), {}, d.operands, d.windows)
 
 
 @dataclass
@@ -185,13 +233,9 @@ def trace_function(
         operands = list(given)
         trace = Trace()
         if notes["random"]:
-            trace.key = _key(operands.pop())
+            trace.key = key_of(operands.pop())
         starts = list(operands.pop()) if moving else []
-        bases = {
-            i: jnp.zeros(s.shape, to_jax(s.dtype)) if s.uninitialised else operands[i]
-            for i, s in enumerate(call.operands)
-            if s is not None
-        }
+        bases = {w.operand: call.base(w, operands) for w in call.windows}
         begin: dict[int, list[jax.Array]] = {}
         for w in call.windows:
             begin[id(w)] = [] if w.plan.static else [starts.pop(0) for _ in w.starts]
@@ -201,11 +245,7 @@ def trace_function(
                 array = read_view(bases[x.operand], x.plan, begin[id(x)])
                 array = jnp.conj(array) if x.conj else array
                 return -array if x.neg else array
-            if isinstance(x, Number):
-                return operands[x.operand] if x.dtype is None else operands[x.operand].astype(to_jax(x.dtype))
-            if isinstance(x, list):
-                return [value(y) for y in x]
-            return x
+            return [value(y) for y in x] if isinstance(x, list) else call.number(x, operands)
 
         given_names = dict(zip(names, call.args, strict=False)) | call.kwargs
         dropped = derived.dropped if derived is not None else frozenset()
@@ -227,7 +267,7 @@ def trace_function(
                 size = tuple(array.shape)
                 meta = Meta(size, row_major(size), to_torch(array.dtype))
             described.append(meta)
-            values.append(_physical(_agree(array, meta, call.op), meta))
+            values.append(physical_value(_agree(array, meta, call.op), meta))
         notes["outputs"] = described
         written: list[int] = []
         if derived is not None:
@@ -256,7 +296,7 @@ def trace_function(
     return traced
 
 
-def _key(seed: jax.Array) -> jax.Array:
+def key_of(seed: jax.Array) -> jax.Array:
     """The program's PRNG key, from four words: the generator's seed and its offset, low word first."""
     key = jax.random.wrap_key_data(seed[:2], impl="threefry2x32")
     return jax.random.fold_in(jax.random.fold_in(key, seed[2]), seed[3])
@@ -272,7 +312,8 @@ def _agree(array: Any, meta: Meta, op: OpOverload) -> jax.Array:
     return jax.lax.convert_element_type(array, to_jax(meta.dtype))
 
 
-def _physical(array: jax.Array, meta: Meta) -> jax.Array:
+def physical_value(array: jax.Array, meta: Meta) -> jax.Array:
+    """The array in the memory order of a dense tensor: the value of its storage."""
     order = physical_order(meta.size, meta.stride)
     assert order is not None, meta
     return array if order == tuple(range(len(order))) else array.transpose(order)
@@ -300,5 +341,3 @@ def dense(meta: Meta) -> Meta:
 def name_of(op: OpOverload) -> str:
     """How messages call an operator."""
     return f"aten.{short_name(op)}"
-
-

@@ -1,7 +1,9 @@
 """Register the kernels with PyTorch's dispatcher.
 
-An overload is registered when it has a lowering, or derives from an operator that has one; a boxed fallback takes every other overload
-that reaches the device. Registering matters for operators whose own composite kernels would otherwise win over the fallback and split
+An overload is registered when it has a lowering, or derives from an operator that has one; a boxed fallback takes
+every other overload
+that reaches the device. Registering matters for operators whose own composite kernels would otherwise win over the
+fallback and split
 them into several programs (``add.Tensor`` into ``empty`` and ``add.out``).
 """
 
@@ -26,7 +28,16 @@ __all__ = ["register"]
 _NOT_PROGRAMS = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "empty_quantized"),
     *("detach", "alias", "lift", "lift_fresh", "contiguous", "_to_copy", "to", "resize_", "set_", "resize_as_"),
-    *("as_strided_", "detach_", "resolve_conj", "resolve_neg", "_conj", "_neg_view", "rename", "clone_preserve_strides"),
+    *(
+        "as_strided_",
+        "detach_",
+        "resolve_conj",
+        "resolve_neg",
+        "_conj",
+        "_neg_view",
+        "rename",
+        "clone_preserve_strides",
+    ),
 }
 
 

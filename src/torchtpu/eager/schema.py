@@ -1,6 +1,7 @@
 """In-place and out= operators, derived from the functional ones by their schemas.
 
-``add_.Tensor`` and ``add.out`` mean: run ``add.Tensor`` and write the result into the argument that the schema marks as written. Nothing
+``add_.Tensor`` and ``add.out`` mean: run ``add.Tensor`` and write the result into the argument that the schema marks
+as written. Nothing
 about an individual operator is stated here except where PyTorch's names do not follow its own rule.
 """
 
@@ -37,7 +38,8 @@ class Derived:
         functional: the operator that computes the new values.
         written: names of the arguments written, in schema order.
         dropped: arguments of the in-place/out form which the functional form does not have (the outs themselves).
-        first_write: number of the functional form's results that precede the new values (they are returned as they are).
+        first_write: number of the functional form's results that precede the new values (they are returned as they
+        are).
     """
 
     functional: OpOverload
@@ -73,7 +75,9 @@ def _types(op: OpOverload, without: frozenset[str]) -> list[tuple[str, str]]:
 
 @functools.cache
 def derive(op: OpOverload) -> Derived | None:
-    """The functional operator behind an in-place or out= operator, or None when there is none with a lowering or decomposition."""
+    """The functional operator behind an in-place or out= operator, or None when there is none with a lowering or
+    decomposition.
+    """
     written = written_arguments(op)
     if not written:
         return None
@@ -82,9 +86,9 @@ def derive(op: OpOverload) -> Derived | None:
     outs = frozenset(a.name for a in schema.arguments if a.kwarg_only and a.name in written)
     # the aliased results are the written arguments; whatever else is returned comes first from the functional form
     extra = sum(1 for r in schema.returns if r.alias_info is None)
-    partner = _PARTNERS.get(f"aten::{name}" + (f".{schema.overload_name}" if schema.overload_name else "")) or _PARTNERS.get(
-        f"aten::{name}"
-    )
+    partner = _PARTNERS.get(
+        f"aten::{name}" + (f".{schema.overload_name}" if schema.overload_name else "")
+    ) or _PARTNERS.get(f"aten::{name}")
     candidates: list[OpOverload] = []
     if partner is not None:
         candidates = [o for o in [_lookup(partner)] if o is not None]
@@ -96,7 +100,11 @@ def derive(op: OpOverload) -> Derived | None:
     mine = _types(op, outs)
     for functional in candidates:
         theirs = _types(functional, frozenset())
-        if theirs == mine or [t for t in theirs if t[0] not in _FACTORY] == [t for t in mine if t[0] not in _FACTORY] or partner:
+        if (
+            theirs == mine
+            or [t for t in theirs if t[0] not in _FACTORY] == [t for t in mine if t[0] not in _FACTORY]
+            or partner
+        ):
             if can_lower(functional):
                 return Derived(functional, written, outs, extra)
             return None

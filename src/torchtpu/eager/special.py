@@ -1,4 +1,6 @@
-"""Operators whose call must be rewritten before it can be a program: boolean indices, and writes that a schema does not mention."""
+"""Operators whose call must be rewritten before it can be a program: boolean indices, and writes that a schema does not
+mention.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,13 @@ def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
 def _check_masks(self: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> None:
     """A mask's sizes must be those of the dimensions it selects from."""
     dim = 0
-    for position, index in enumerate(indices):
+    for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype in _MASKS:
             for k in range(index.dim()):
                 if dim + k >= self.dim() or index.shape[k] != self.shape[dim + k]:
                     raise IndexError(
-                        f"The shape of the mask {list(index.shape)} at index {k} does not match the shape of the indexed tensor "
-                        f"{list(self.shape)} at index {dim + k if position or k else k}"
+                        f"The shape of the mask {list(index.shape)} at index {k} does not match the shape of the "
+                        f"indexed tensor {list(self.shape)} at index {dim + k}"
                     )
             dim += index.dim()
         else:
@@ -67,7 +69,11 @@ def _index_put_(op: Any) -> Callable[..., Any]:
     general = _indexing(op)
 
     def kernel(
-        self: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False, *rest: Any
+        self: torch.Tensor,
+        indices: Sequence[torch.Tensor | None],
+        values: torch.Tensor,
+        accumulate: bool = False,
+        *rest: Any,
     ) -> torch.Tensor:
         mask = indices[0] if len(indices) == 1 else None
         if mask is not None and mask.dtype is torch.bool and values.numel() == 1 and not accumulate:

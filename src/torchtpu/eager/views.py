@@ -1,17 +1,22 @@
 """Read and write strided views of a storage's value.
 
-A storage's value is an array whose row-major elements are the storage's elements; its shape is any folding of them. A tensor is a
-(size, stride, offset) window on the elements. ``plan_view`` recognises what the window is in terms of the array: a reshape, a slice
-(with step) per dimension, a transpose and a broadcast; ``read_view`` and ``write_view`` emit exactly those. Only windows that are none
+A storage's value is an array whose row-major elements are the storage's elements; its shape is any folding of them. A
+tensor is a
+(size, stride, offset) window on the elements. ``plan_view`` recognises what the window is in terms of the array: a
+reshape, a slice
+(with step) per dimension, a transpose and a broadcast; ``read_view`` and ``write_view`` emit exactly those. Only
+windows that are none
 of these (overlapping ``as_strided``, say) are gathered and scattered.
 
-Where a slice starts is data, not structure: plans compare equal for every offset, and the starts are operands of the program, so a loop
+Where a slice starts is data, not structure: plans compare equal for every offset, and the starts are operands of the
+program, so a loop
 over ``x[i]`` compiles once.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +38,8 @@ class ViewPlan:
         size: the window's sizes.
         folded: the shape the array is folded into; empty for an irregular window.
         count, step: for each folded dimension, how many elements are taken and at what distance.
-        axes: for each dimension of the window, its folded dimension; None where the size is 1 or the window repeats (stride 0).
+        axes: for each dimension of the window, its folded dimension; None where the size is 1 or the window repeats
+        (stride 0).
         repeated: whether some dimension has stride 0 and a size above 1.
         whole: the window covers the array, element by element, in folded order.
         strides: strides of an irregular window, read by gather; None for a regular one.
@@ -61,7 +67,11 @@ def row_major(shape: Sequence[int]) -> Ints:
 
 
 def physical_order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
-    """The order of dimensions from the slowest to the fastest of a dense tensor; None if it is not dense (gaps or overlap)."""
+    """The order of dimensions from the slowest to the fastest of a dense tensor; None if it is not dense (gaps or
+    overlap).
+    """
+    if 0 in size:
+        return tuple(range(len(size)))
     order = tuple(sorted(range(len(size)), key=lambda i: (-stride[i] if size[i] > 1 else 0, i)))
     # A dimension of one element has no place of its own: keep it before the next larger one, where it disturbs nothing.
     order = tuple(i for i in order if size[i] > 1)
@@ -90,8 +100,12 @@ def plan_view(shape: Ints, size: Ints, stride: Ints, offset: int) -> tuple[ViewP
     elements = math.prod(shape)
     last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     if last >= elements:
-        raise ValueError(f"a view of size {size}, strides {stride}, offset {offset} needs {last + 1} elements of {elements}")
-    dims = sorted(((s, n, i) for i, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s > 0), reverse=True)
+        raise ValueError(
+            f"a view of size {size}, strides {stride}, offset {offset} needs {last + 1} elements of {elements}"
+        )
+    dims = sorted(
+        ((s, n, i) for i, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s > 0), reverse=True
+    )
     repeated = any(n > 1 and s == 0 for n, s in zip(size, stride, strict=True))
     for chain in _chains(shape, dims, elements):
         found = _fit(chain, elements, dims, offset, size)
@@ -111,7 +125,9 @@ def _significant(shape: Ints) -> Ints:
 
 
 def _chains(shape: Ints, dims: list[tuple[int, int, int]], elements: int) -> list[Ints]:
-    """Candidate foldings, as descending strides each dividing the one before, those nearest to the array's own shape first."""
+    """Candidate foldings, as descending strides each dividing the one before, those nearest to the array's own shape
+    first.
+    """
     base = set(_significant(shape))
     targets = [s for s, _, _ in dims]
     spanned = {b for b in base if any(s < b <= s * (n - 1) for s, n, _ in dims)}
@@ -122,14 +138,18 @@ def _chains(shape: Ints, dims: list[tuple[int, int, int]], elements: int) -> lis
             if all(s % t == 0 or t % s == 0 for t in strides):
                 strides.add(s)
         chain = tuple(sorted(strides, reverse=True))
-        if elements % chain[0] == 0 and all(a % b == 0 for a, b in zip(chain, chain[1:], strict=False)) and chain not in candidates:
+        if (
+            elements % chain[0] == 0
+            and all(a % b == 0 for a, b in itertools.pairwise(chain))
+            and chain not in candidates
+        ):
             candidates.append(chain)
     return candidates
 
 
 def _fit(chain: Ints, elements: int, dims: list[tuple[int, int, int]], offset: int, size: Ints):
     """Place every dimension of the window on one folded dimension, or None if the folding does not suit it."""
-    folded = (elements // chain[0], *(a // b for a, b in zip(chain, chain[1:], strict=False)))
+    folded = (elements // chain[0], *(a // b for a, b in itertools.pairwise(chain)))
     starts = tuple(offset // c % f for c, f in zip(chain, folded, strict=True))
     count, step = [1] * len(chain), [1] * len(chain)
     axes: list[int | None] = [None] * len(size)
@@ -197,7 +217,8 @@ def _slice(folded: jax.Array, plan: ViewPlan, starts: Sequence[jax.Array]) -> ja
 
 
 def write_view(array: jax.Array, plan: ViewPlan, new: jax.Array, starts: Sequence[jax.Array] = ()) -> jax.Array:
-    """``array`` with the window replaced by ``new`` (shape ``plan.size``, dtype of ``array``), in the array's own shape.
+    """``array`` with the window replaced by ``new`` (shape ``plan.size``, dtype of ``array``), in the array's own
+    shape.
 
     Where the window repeats or overlaps, one of the values written to an element stays, as in PyTorch.
     """

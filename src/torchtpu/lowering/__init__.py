@@ -1,6 +1,7 @@
 """What each operator means: aten overload -> a function on JAX arrays. The only place that knows.
 
-``families/`` has one file per operator family. ``apply`` runs an operator: its lowering, or else PyTorch's own decomposition
+``families/`` has one file per operator family. ``apply`` runs an operator: its lowering, or else PyTorch's own
+decomposition
 into operators that have one.
 """
 

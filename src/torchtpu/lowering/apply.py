@@ -114,6 +114,10 @@ def run_graph(graph: torch.fx.Graph, inputs: list[Any]) -> Any:
             constant = getattr(graph.owning_module, node.target)
             values[node] = jax.numpy.asarray(constant.numpy())
         elif isinstance(node.target, OpOverload):
+            if node.target is torch.ops.aten.sym_size.int:
+                array, dim = torch.fx.node.map_arg(node.args, values.__getitem__)
+                values[node] = array.shape[dim]
+                continue
             if node.target._schema.is_mutable:
                 raise NoLowering(f"the decomposition mutates a tensor: {node.target}")
             a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)

@@ -15,7 +15,9 @@ __all__ = ["Check", "Trace", "check", "check_index", "random_key", "tracing"]
 
 @dataclass
 class Check:
-    """A run-time check: ``value`` is an int64 scalar, ``OK`` or the offending value. ``message`` has ``{value}`` in it."""
+    """A run-time check: ``value`` is an int64 scalar, ``OK`` or the offending value. ``message`` has ``{value}``
+    in it.
+    """
 
     value: jax.Array
     message: str
@@ -50,7 +52,8 @@ def tracing(trace: Trace) -> Iterator[Trace]:
 
 
 def random_key() -> jax.Array:
-    """A fresh JAX PRNG key of this program, derived from the generator's (seed, offset), which are operands of the program.
+    """A fresh JAX PRNG key of this program, derived from the generator's (seed, offset), which are operands of the
+    program.
 
     Raises:
         RuntimeError: the lowering was not registered with ``random=True``.
@@ -83,7 +86,8 @@ def check_index(
 ) -> jax.Array:
     """Check that every index lies in ``[-size, size)`` and return the indices made non-negative, as int32.
 
-    XLA clamps a wrong index silently; PyTorch raises. The check runs on the device and raises IndexError no later than the next
+    XLA clamps a wrong index silently; PyTorch raises. The check runs on the device and raises IndexError no later than
+    the next
     synchronisation.
 
     Args:

@@ -1,7 +1,9 @@
 """PyTorch's type promotion for JAX arrays.
 
-The rules are PyTorch's own (``torch._prims_common.elementwise_dtypes``): a Python number or a 0-d tensor only decides the dtype when its
-category (bool < integer < float < complex) is higher than that of the tensors. JAX's rules differ, so a lowering never relies on them.
+The rules are PyTorch's own (``torch._prims_common.elementwise_dtypes``): a Python number or a 0-d tensor only decides
+the dtype when its
+category (bool < integer < float < complex) is higher than that of the tensors. JAX's rules differ, so a lowering never
+relies on them.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def dtypes(*args: Any, kind: Kind = Kind.DEFAULT) -> tuple[np.dtype, np.dtype]:
 
 
 def cast(x: Any, dtype: np.dtype) -> jax.Array:
-    """``x`` as a strongly typed array of ``dtype``; complex to real keeps the real part, and to bool asks for zero, as PyTorch does."""
+    """``x`` as a strongly typed array of ``dtype``; complex to real keeps the real part, and to bool asks for zero, as
+    PyTorch does.
+    """
     x = jnp.asarray(x)
     if x.dtype.kind == "c" and np.dtype(dtype).kind != "c":
         x = x != 0 if np.dtype(dtype).kind == "b" else x.real
@@ -52,7 +56,8 @@ def cast(x: Any, dtype: np.dtype) -> jax.Array:
 def promote(*args: Any, kind: Kind = Kind.DEFAULT) -> tuple[list[jax.Array], np.dtype]:
     """The arguments cast to the compute dtype, and the result's dtype.
 
-    The compute dtype of float16 and bfloat16 is float32, as in PyTorch's CPU and CUDA kernels; cast the result with ``cast(y, result)``.
+    The compute dtype of float16 and bfloat16 is float32, as in PyTorch's CPU and CUDA kernels; cast the result with
+    ``cast(y, result)``.
 
     Example:
         >>> (x, y), result = promote(self, other)

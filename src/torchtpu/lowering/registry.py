@@ -3,13 +3,16 @@
 A lowering is a pure function. It takes what the aten schema names, in the schema's own argument names:
 
 * a ``Tensor`` arrives as a JAX array (a tracer while a program is being traced),
-* a ``Scalar`` or a ``float`` arrives as a weakly typed 0-d JAX array, because it is an operand of the program: a learning
-  rate that changes every step must not recompile. Name it in ``static=`` when it decides a shape, a dtype or a branch; then
+* a ``Scalar`` or a ``float`` arrives as a weakly typed 0-d JAX array, because it is an operand of the program: a
+learning
+  rate that changes every step must not recompile. Name it in ``static=`` when it decides a shape, a dtype or a branch;
+  then
   it arrives as a Python number. A number left out of the call takes the Python default of the lowering, as a constant,
 * everything else (``int``, ``bool``, ``str``, sizes, ``torch.dtype``, ``None``) arrives as it is,
 * a ``Generator``, a ``Device``, a ``Layout`` and ``pin_memory`` are dropped: leave them out of the signature.
 
-It returns one JAX array, or a tuple or list of them, with exactly the shape and dtype of PyTorch's result; whatever differs is a bug
+It returns one JAX array, or a tuple or list of them, with exactly the shape and dtype of PyTorch's result; whatever
+differs is a bug
 and is raised as one when the program is traced.
 """
 

@@ -1,7 +1,9 @@
 """Run-time checks that a program leaves behind: values the host looks at when it synchronises.
 
-XLA clamps an out-of-range index; PyTorch raises. A program that indexes returns, beside its results, one int64 per check: OK or the wrong
-index. Waiting for it at once would serialise host and device, so it is kept here until the next synchronisation, or until it is known to be
+XLA clamps an out-of-range index; PyTorch raises. A program that indexes returns, beside its results, one int64 per
+check: OK or the wrong
+index. Waiting for it at once would serialise host and device, so it is kept here until the next synchronisation, or
+until it is known to be
 ready.
 """
 
@@ -58,5 +60,3 @@ def raise_failed(*, wait: bool = True) -> None:
             if value != OK:
                 _pending.clear()
                 raise error(message.format(value=int(value)))
-
-

@@ -1,6 +1,7 @@
 """Compile a traced function for one device, visibly and interruptibly.
 
-XLA compiles in C++ and cannot be stopped, so it runs on a worker thread: the caller waits where Ctrl-C reaches it, and a compile that takes
+XLA compiles in C++ and cannot be stopped, so it runs on a worker thread: the caller waits where Ctrl-C reaches it, and
+a compile that takes
 longer than ``PROGRESS_AFTER`` seconds says on a terminal what it compiles and for how long.
 """
 
@@ -34,7 +35,9 @@ class Statistics:
 statistics = Statistics()
 
 
-def compile_program(function: Callable[..., Any], operands: Sequence[Any], device: jax.Device, name: str) -> Callable[..., Any]:
+def compile_program(
+    function: Callable[..., Any], operands: Sequence[Any], device: jax.Device, name: str
+) -> Callable[..., Any]:
     """Trace ``function`` on the operands' types and compile it for ``device``.
 
     Args:

@@ -1,0 +1,73 @@
+"""Where the comparison differs from PyTorch's defaults, and why: the whole list."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["HOST", "HOST_ARGUMENTS", "OVERRIDES", "RANDOM", "REFERENCE_DTYPES", "UNSUPPORTED", "Override", "host_reason", "is_random", "unsupported_reason"]
+
+_F32, _F64, _C64, _C128 = torch.float32, torch.float64, torch.complex64, torch.complex128
+
+
+@dataclass(frozen=True)
+class Override:
+    """A tolerance of some entries: pattern of full names, dtypes, and the reason."""
+
+    pattern: str
+    dtypes: tuple[torch.dtype, ...]
+    rtol: float
+    atol: float
+    reason: str
+
+    def matches(self, name: str) -> bool:
+        """Whether the entry is meant."""
+        return re.fullmatch(self.pattern, name) is not None
+
+
+OVERRIDES: tuple[Override, ...] = ()
+
+REFERENCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.complex32, torch.complex64)
+"""Results of these types that differ from the CPU's are judged against the same operator in double precision: PyTorch
+CPU rounds some
+low precision operators several times where XLA rounds once. Such passes are counted in the report."""
+
+RANDOM = (
+    r"(nn\.functional\.)?(feature_|alpha_|feature_alpha_)*dropout[123]?d?",
+    r"nn\.functional\.(feature_)?alpha_dropout.*",
+    r"bernoulli|multinomial|normal(\..*)?|rand|randn|randint|rand_like|randn_like|randint_like|randperm|uniform|cauchy|exponential|geometric",
+    r"log_normal|nn\.functional\.rrelu|nn\.functional\.fractional_max_pool[23]d|svd_lowrank|pca_lowrank",
+    r"(new_)?empty(_like|_strided|_permuted)?|resize_(as_)?",
+)
+"""Entries with random or uninitialised results: shape and dtype are compared with the CPU's; a random one must repeat
+with its seed.
+"""
+
+HOST = {
+    r"linalg\.eig(vals)?|eig": "XLA has no general eigenvalue algorithm for TPU",
+    r"unique(_consecutive)?(\..*)?": "the size of the result depends on the data",
+}
+"""Entries computed on the host by design."""
+
+HOST_ARGUMENTS = {"tensor_split": "its indices decide sizes, so PyTorch wants them on the CPU whatever the device"}
+"""Entries of which only the first argument moves to the device."""
+
+UNSUPPORTED: dict[str, str] = {}
+"""Entries (``name`` or ``name:dtype``) that the device refuses by design, with the reason."""
+
+
+def is_random(name: str) -> bool:
+    """Whether an entry's values cannot be compared."""
+    return any(re.fullmatch(p, name) for p in RANDOM)
+
+
+def host_reason(name: str) -> str | None:
+    """Why an entry runs on the host, or None."""
+    return next((why for pattern, why in HOST.items() if re.fullmatch(pattern, name)), None)
+
+
+def unsupported_reason(name: str, dtype: str) -> str | None:
+    """Why the device refuses an entry, or None."""
+    return next((why for p, why in UNSUPPORTED.items() if re.fullmatch(p, name) or re.fullmatch(p, f"{name}:{dtype}")), None)

@@ -1,0 +1,129 @@
+"""One functional FX graph of aten operators as a program: read the inputs' storages, replay the lowerings, wrap the
+results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from torchtpu import _C
+from torchtpu.eager.arrays import make_spec, number_operand, prepare_storage
+from torchtpu.eager.errors import translate
+from torchtpu.eager.kernels import seed_operand
+from torchtpu.eager.program import Constant, Meta, Window, dense, describe_values, key_of, physical_value
+from torchtpu.eager.views import read_view, row_major
+from torchtpu.lowering.apply import run_graph, short_name
+from torchtpu.lowering.context import Trace, tracing
+from torchtpu.lowering.dtypes import to_torch
+from torchtpu.lowering.registry import find
+from torchtpu.runtime import checks, devices
+from torchtpu.runtime.compiler import compile_program
+
+__all__ = ["GraphProgram"]
+
+
+class GraphProgram:
+    """A graph and its compiled programs, one for each combination of input sizes, strides and dtypes.
+
+    Args:
+        module: a graph of functional aten operators (what AOTAutograd gives a compiler).
+    """
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        self.module = module
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.handle = _C.register_signature([n.name for n in placeholders], [False] * len(placeholders))
+        self.random = any(_is_random(n) for n in module.graph.nodes)
+        self.programs: dict[bytes, Callable[..., Any]] = {}
+        output = next(n for n in module.graph.nodes if n.op == "output")
+        self.metas = [_meta_of(n) for n in output.args[0]]
+        self.name = f"a graph of {sum(n.op == 'call_function' for n in module.graph.nodes)} operators"
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Run the graph on tensors (and sizes) and return its results."""
+        key, operands, _, device = _C.flatten(self.handle, inputs, {})
+        run = self.programs.get(key)
+        if run is None:
+            if any([prepare_storage(t) for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "tpu"]):
+                key, operands, _, device = _C.flatten(self.handle, inputs, {})
+            run = self.programs[key] = self._build(inputs, operands, device)
+        return run(operands, device)
+
+    def _build(self, inputs: tuple[Any, ...], operands: list[Any], device: int) -> Callable[..., Any]:
+        described = describe_values(inputs)
+        numbers = [i for i, s in enumerate(described.operands) if s is None]
+        notes: dict[str, Any] = {}
+
+        def traced(*given: Any) -> list[jax.Array]:
+            values = list(given)
+            trace = Trace(key=key_of(values.pop()) if self.random else None)
+
+            def value(x: Any) -> Any:
+                if not isinstance(x, Window):
+                    return described.number(x, values)
+                array = described.base(x, values)
+                array = read_view(array, x.plan, [jax.numpy.int32(s) for s in x.starts])
+                array = jax.numpy.conj(array) if x.conj else array
+                return -array if x.neg else array
+
+            with tracing(trace):
+                results = run_graph(self.module.graph, [value(x) for x in described.args])
+            arrays, specs = [], []
+            for result, meta in zip(results, self.metas, strict=True):
+                if not isinstance(result, jax.Array):
+                    specs.append(Constant(result))
+                    continue
+                size = tuple(result.shape)
+                if meta is None or meta.size != size:
+                    meta = Meta(size, row_major(size), to_torch(result.dtype))
+                specs.append(make_spec(meta.size, meta.stride, meta.dtype))
+                arrays.append(physical_value(result, meta))
+            notes["specs"] = specs
+            notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
+            if trace.checks:
+                arrays.append(jax.numpy.stack([c.value.astype(jax.numpy.int64) for c in trace.checks]))
+            return arrays
+
+        examples = [number_operand(x, device) if i in numbers else x for i, x in enumerate(operands)]
+        if self.random:
+            examples.append(np.zeros(4, np.uint32))
+        run = compile_program(traced, examples, devices.device(device), self.name)
+        specs, messages = notes["specs"], notes["checks"]
+
+        def call(operands: list[Any], device: int) -> list[Any]:
+            for i in numbers:
+                operands[i] = number_operand(operands[i], device)
+            if self.random:
+                operands.append(seed_operand(None, device))
+            try:
+                values = run(*operands)
+            except Exception as error:
+                raise translate(error, self.name, device) from error
+            if values:
+                devices.note(device, values[-1])
+            if messages:
+                checks.note(values[-1], messages, self.name)
+            made = iter(values)
+            return [s.value if isinstance(s, Constant) else _C.wrap(s, next(made), device) for s in specs]
+
+        return call
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    entry = find(short_name(node.target))
+    return entry is not None and entry.random
+
+
+def _meta_of(node: Any) -> Meta | None:
+    """What AOTAutograd expects of a result; None for numbers and for sizes known only when the graph runs."""
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+        return None
+    return dense(Meta(tuple(value.shape), tuple(value.stride()), value.dtype))

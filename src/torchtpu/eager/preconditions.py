@@ -1,0 +1,80 @@
+"""What must hold of a call's tensors before it runs, with PyTorch's errors for what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from torchtpu.eager.views import physical_order
+from torchtpu.lowering.apply import short_name
+
+__all__ = ["require_no_overlap", "require_one_device"]
+
+_CLONE = "Please clone() the tensor before performing the operation."
+
+
+def require_one_device(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise PyTorch's error when tensors are on different devices; 0-d CPU tensors may join any.
+
+    Raises:
+        RuntimeError: names both arguments and both devices.
+    """
+    names = [a.name for a in op._schema.arguments]
+    placed: list[tuple[str, torch.Tensor]] = []
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        if isinstance(value, torch.Tensor):
+            placed.append((name, value))
+        elif isinstance(value, tuple | list):
+            placed += [(f"{name}[{i}]", t) for i, t in enumerate(value) if isinstance(t, torch.Tensor)]
+    first = next(((label, t.device) for label, t in placed if t.device.type == "tpu"), None)
+    for label, t in placed:
+        if first is None or t.device == first[1] or (t.device.type == "cpu" and t.dim() == 0):
+            continue
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{first[1]} and {t.device}! In aten.{short_name(op)}, argument '{first[0]}' is on {first[1]} and argument "
+            f"'{label}' is on {t.device}: move one of them with .to(\"{first[1]}\")."
+        )
+
+
+def require_no_overlap(written: list[torch.Tensor], read: list[Any]) -> None:
+    """Raise PyTorch's errors for writes whose result would depend on the order of elements.
+
+    Raises:
+        RuntimeError: a written tensor has several elements in one place, or shares some but not all of its places with
+            one that is read.
+    """
+    for t in written:
+        if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
+            raise RuntimeError(
+                "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+                f"location. {_CLONE}"
+            )
+        for other in read:
+            if isinstance(other, torch.Tensor) and other is not t and _partly_overlap(t, other):
+                raise RuntimeError(
+                    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a "
+                    f"single memory location. {_CLONE}"
+                )
+
+
+def _partly_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """PyTorch's rule (``at::get_overlap_status``): only dense tensors are judged."""
+    if (
+        a.device != b.device
+        or a.untyped_storage()._cdata != b.untyped_storage()._cdata
+        or not (a.numel() and b.numel())
+    ):
+        return False
+    if not _dense(a) or not _dense(b):
+        return False
+    first, second = a.storage_offset() * a.itemsize, b.storage_offset() * b.itemsize
+    if first == second and a.nbytes == b.nbytes:
+        return a.stride() != b.stride()
+    return first < second + b.nbytes and second < first + a.nbytes
+
+
+def _dense(t: torch.Tensor) -> bool:
+    return physical_order(tuple(t.shape), tuple(t.stride())) is not None
