@@ -59,7 +59,7 @@ def register() -> None:
     from torchtpu import _build
 
     extension = _build.load_extension()
-    sys.modules["torchtpu"]._C = extension
+    setattr(sys.modules["torchtpu"], "_C", extension)  # noqa: B010 - a type checker knows no such attribute
     from torchtpu import device
     from torchtpu.runtime import devices
 

@@ -62,6 +62,7 @@ def load_extension() -> ModuleType:
         build(path)
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     sys.modules[MODULE] = module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import sys
 
@@ -34,4 +35,10 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:  # the C++ extension is built at the first import, which takes half a minute
         return 130
-    return run()
+    status = run()
+    if status == 130:
+        # A compile cannot be stopped and still runs in its thread; Python's orderly exit under it ends in an abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

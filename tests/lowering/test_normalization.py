@@ -86,7 +86,7 @@ def test_rms_norm(dtype: torch.dtype, eps: float | None) -> None:
     x, w, g = torch.randn(2, 5, 8).to(dtype), torch.randn(8).to(dtype), torch.randn(2, 5, 8).to(dtype)
     check(aten._fused_rms_norm.default, x, [8], w, eps)
     check(aten._fused_rms_norm.default, x, [5, 8], None, eps)
-    y, rstd = run_lowering(aten._fused_rms_norm.default, x, [8], w, eps)
+    _, rstd = run_lowering(aten._fused_rms_norm.default, x, [8], w, eps)
     leaves = [t.detach().float().requires_grad_() for t in (x, w)]
     aten._fused_rms_norm.default(leaves[0], [8], leaves[1], 1.1920929e-07 if eps is None else eps)[0].backward(
         g.float()

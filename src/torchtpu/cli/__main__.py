@@ -2,6 +2,6 @@
 
 import sys
 
-from torchtpu.cli import main
+from torchtpu_cli import main
 
 sys.exit(main())

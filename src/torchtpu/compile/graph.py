@@ -49,7 +49,8 @@ class GraphProgram:
         key, operands, _, device = _C.flatten(self.handle, inputs, {})
         run = self.programs.get(key)
         if run is None:
-            if any([prepare_storage(t) for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "tpu"]):
+            tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "tpu"]
+            if sum(prepare_storage(t) for t in tensors):
                 key, operands, _, device = _C.flatten(self.handle, inputs, {})
             run = self.programs[key] = self._build(inputs, operands, device)
         return run(operands, device)

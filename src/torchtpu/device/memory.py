@@ -87,7 +87,7 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     pools = [("all", ""), ("large_pool", "  from large pool"), ("small_pool", "  from small pool")]
     if abbreviated:
         pools = pools[:1]
-    rows = [
+    rows: list[tuple[str, str, Any]] = [
         ("allocated_bytes", "Allocated memory", _size),
         ("active_bytes", "Active memory", _size),
         ("reserved_bytes", "Reserved memory", _size),

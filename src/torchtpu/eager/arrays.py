@@ -140,9 +140,8 @@ def prepare_storage(tensor: torch.Tensor) -> bool:
     held = math.prod(shape) * dtype.itemsize
     reach = 0
     if tensor.numel():
-        reach = (
-            tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        )
+        spans = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = int(tensor.storage_offset()) + 1 + spans
     if dtype is tensor.dtype and reach * dtype.itemsize <= held:
         return False
     whole = nbytes // tensor.dtype.itemsize

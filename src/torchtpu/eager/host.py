@@ -94,6 +94,7 @@ def _store_from_host(self: torch.Tensor, src: torch.Tensor) -> bool:
     if not _covers_storage(self) or self.is_conj() or self.is_neg() or self.numel() == 0:
         return False
     order = physical_order(tuple(self.shape), tuple(self.stride()))
+    assert order is not None  # it covers its storage
     host = _private(src.to(self.dtype).permute(order).contiguous(), src)
     spec = make_spec(tuple(self.shape), tuple(self.stride()), self.dtype)
     _C.store(self, _put(host, self.device.index), spec)

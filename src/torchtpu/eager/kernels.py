@@ -264,8 +264,8 @@ class Kernel:
                 checks.note(values[-1], messages, name_of(op))
             if modes.blocking:
                 block(op, values, device)
-            for n, (owner, spec) in enumerate(writes):
-                store(owners[owner], values[arrays + n], spec)
+            for n, (place, spec) in enumerate(writes):
+                store(owners[place], values[arrays + n], spec)
             made = iter(values)
             tensors = iter([s.value if isinstance(s, Constant) else wrap(s, next(made), device) for s in outputs])
             if not returned:

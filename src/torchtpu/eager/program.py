@@ -257,7 +257,8 @@ def trace_function(
         fresh = results if derived is None else results[: derived.first_write]
         notes["nested"] = [isinstance(r, tuple | list) for r in fresh]
         flat = tree_leaves(fresh)
-        values, described = [], []
+        values: list[jax.Array] = []
+        described: list[Meta | Constant] = []
         for i, array in enumerate(flat):
             meta = metas[i] if metas is not None and metas[i] is not None else None
             if array is None or isinstance(array, bool | int | float):

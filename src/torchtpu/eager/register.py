@@ -73,6 +73,9 @@ def _programs() -> list[OpOverload]:
             continue
         if op._schema.is_mutable:
             derived = derive(op)
+            # ``transpose_`` and its like change the geometry of a tensor and no value; PyTorch does that itself.
+            if derived is not None and _is_view(derived.functional):
+                continue
             if derived is not None and find(short_name(derived.functional)) is not None:
                 found.append(op)
         elif find(short_name(op)) is not None:

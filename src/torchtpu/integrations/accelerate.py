@@ -54,16 +54,17 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _amend(module: Any) -> None:
-    state = getattr(module, "PartialState", None)
+    state: Any = getattr(module, "PartialState", None)
     answer = getattr(state, "default_device", None)
     if not isinstance(answer, property) or answer.fget is None:
         return  # another version, which may know better
     original = answer.fget
+    tpu: Any = torch.tpu  # type: ignore[attr-defined]
 
     def default_device(self: Any) -> torch.device:
         device = original(self)
-        if device.type == "cpu" and torch.tpu.is_available():
-            return torch.device("tpu", torch.tpu.current_device())
+        if device.type == "cpu" and tpu.is_available():
+            return torch.device("tpu", tpu.current_device())
         return device
 
     default_device.__doc__ = original.__doc__

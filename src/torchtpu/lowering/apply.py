@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,9 +56,10 @@ def apply(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     entry = find(short_name(op))
     if entry is not None:
         return call(entry, args, kwargs)
-    if decomposition(op) is None:
+    function = decomposition(op)
+    if function is None:
         raise NoLowering(f"{op} has no lowering and no decomposition")
-    return _interpret(op, args, kwargs)
+    return _interpret(function, args, kwargs)
 
 
 def call(entry: Lowering, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,7 +70,7 @@ def call(entry: Lowering, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return entry.function(*args, **kept)
 
 
-def _interpret(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _interpret(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trace the decomposition to a graph of simpler operators on meta tensors, and run that graph on the arrays."""
     arrays: list[jax.Array] = []
 
@@ -79,10 +81,8 @@ def _interpret(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return x
 
     meta_args, meta_kwargs = tree_map(stand_in, (args, kwargs))
-    for name in ("device",):
-        if name in meta_kwargs:
-            meta_kwargs[name] = torch.device("meta")
-    function = decomposition(op)
+    if "device" in meta_kwargs:
+        meta_kwargs["device"] = torch.device("meta")
     leaves, rebuild = torch.utils._pytree.tree_flatten((meta_args, meta_kwargs))
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 

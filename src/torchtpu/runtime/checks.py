@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ _LIMIT = 64
 
 @dataclass(frozen=True)
 class _Pending:
-    values: jax.Array
+    values: Any  # a jax.Array
     messages: tuple[tuple[str, type[Exception]], ...]
     operator: str
 

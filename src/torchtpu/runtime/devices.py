@@ -176,7 +176,8 @@ def _cpu_client() -> list[Any]:
     wanted = cpu_devices()
     import jax
 
-    if jax.config.jax_platforms is None:
+    platforms = getattr(jax.config, "jax_platforms", None)
+    if platforms is None:
         # Left to itself JAX starts every platform it finds, and would take the chip, or most of a GPU's memory.
         jax.config.update("jax_platforms", "cpu")
     if wanted > 1:
@@ -192,7 +193,7 @@ def _cpu_client() -> list[Any]:
     try:
         found = jax.local_devices(backend="cpu")
     except RuntimeError as error:
-        raise RuntimeError(f"JAX has no CPU platform (JAX_PLATFORMS={jax.config.jax_platforms}): {error}") from error
+        raise RuntimeError(f"JAX has no CPU platform (JAX_PLATFORMS={platforms}): {error}") from error
     if len(found) < wanted:
         raise RuntimeError(f"TORCHTPU_CPU_DEVICES={wanted}, but JAX has {len(found)} CPU device(s) (see XLA_FLAGS)")
     return found[:wanted]
@@ -222,6 +223,7 @@ def device(index: int = 0) -> Any:
 def platform() -> str:
     """ "tpu" or "cpu": what the device runs on; starts the runtime."""
     device(0)
+    assert _state.platform is not None
     return _state.platform
 
 
@@ -382,7 +384,7 @@ def properties(index: int = 0) -> DeviceProperties:
     cores = 1 if _state.platform == "tpu" else os.cpu_count() or 1
     return DeviceProperties(
         name=name,
-        platform=_state.platform,
+        platform=platform(),
         device_kind=target.device_kind,
         total_memory=memory_info(index)[1],
         multi_processor_count=getattr(target, "num_cores", None) or cores,

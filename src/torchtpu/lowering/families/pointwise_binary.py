@@ -148,7 +148,8 @@ def _gcd(x: Array, y: Array) -> Array:
         a, b = state
         return jnp.where(b != 0, b, a), jnp.where(b != 0, lax.rem(a, safe_divisor(b)), b)
 
-    divisor, _ = lax.while_loop(lambda s: (s[1] != 0).any(), step, tuple(jnp.broadcast_arrays(x, y)))
+    a, b = jnp.broadcast_arrays(x, y)
+    divisor, _ = lax.while_loop(lambda s: (s[1] != 0).any(), step, (a, b))
     return divisor if np.dtype(divisor.dtype).kind in "bu" else jnp.abs(divisor)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +49,9 @@ def _better(value, index, best, best_index):
 
 
 def _fold(candidates: Iterable[tuple[jax.Array, jax.Array]]):
-    best, best_index = None, None
-    for value, index in candidates:
-        if best is None:
-            best, best_index = value, index
-            continue
+    remaining = iter(candidates)
+    best, best_index = next(remaining)
+    for value, index in remaining:
         take = _better(value, index, best, best_index)
         best, best_index = jnp.where(take, value, best), jnp.where(take, index, best_index)
     return best, best_index
@@ -293,7 +292,7 @@ def _register(rank: int) -> None:
     def fractional_max_backward(grad_output, self, kernel_size, output_size, indices):
         return _scatter_gradient(grad_output, self, indices, rank)
 
-    for name, function in {
+    functions: dict[str, Callable[..., Any]] = {
         f"max_pool{rank}d_with_indices": max_pool,
         f"max_pool{rank}d_with_indices_backward": max_backward,
         f"avg_pool{rank}d": avg_pool,
@@ -304,7 +303,8 @@ def _register(rank: int) -> None:
         f"adaptive_max_pool{rank}d_backward": adaptive_max_backward,
         f"fractional_max_pool{rank}d": fractional_max,
         f"fractional_max_pool{rank}d_backward": fractional_max_backward,
-    }.items():
+    }
+    for name, function in functions.items():
         lowering(name)(function)
 
 

@@ -218,7 +218,8 @@ def _in_float32(f: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _xor_sum(x: Array, axis: tuple[int, ...] | None) -> Array:
-    return jnp.bitwise_xor.reduce(x, axis=tuple(range(x.ndim)) if axis is None else axis)
+    axes: Any = tuple(range(x.ndim)) if axis is None else axis
+    return jnp.bitwise_xor.reduce(x, axis=axes)
 
 
 _register_reductions(

@@ -24,11 +24,12 @@ def sort_with_index(x: Array, dim: int, descending: bool = False) -> tuple[Array
     dim %= x.ndim
     index = jax.lax.broadcasted_iota(np.int32, x.shape, dim)
     if not descending:
-        return tuple(jax.lax.sort((x, index), dimension=dim, is_stable=True, num_keys=1))
+        values, positions = jax.lax.sort((x, index), dimension=dim, is_stable=True, num_keys=1)
+        return values, positions
     # Reversing before and after keeps equal elements in their order.
     reversed_operands = (jax.lax.rev(x, (dim,)), jax.lax.rev(index, (dim,)))
-    ordered = jax.lax.sort(reversed_operands, dimension=dim, is_stable=True, num_keys=1)
-    return tuple(jax.lax.rev(a, (dim,)) for a in ordered)
+    values, positions = jax.lax.sort(reversed_operands, dimension=dim, is_stable=True, num_keys=1)
+    return jax.lax.rev(values, (dim,)), jax.lax.rev(positions, (dim,))
 
 
 @lowering("sort")

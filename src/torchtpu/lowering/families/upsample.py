@@ -217,16 +217,10 @@ def _register(name: str, rank: int, make, aligned: bool) -> None:
     def backward(grad_output, output_size, input_size, *rest, **named):
         return _resample_backward(make, grad_output, output_size, input_size, *split(rest, named))
 
-    if aligned:
-
-        def vec(input, output_size, align_corners, scale_factors):
-            factors = scale_factors or [None] * rank
-            return _resample(make, input, _output_size(input, output_size, scale_factors), align_corners, factors)
-    else:
-
-        def vec(input, output_size, scale_factors):
-            factors = scale_factors or [None] * rank
-            return _resample(make, input, _output_size(input, output_size, scale_factors), False, factors)
+    def vec(input, output_size, *rest):
+        align_corners, scale_factors = rest if aligned else (False, *rest)
+        factors = scale_factors or [None] * rank
+        return _resample(make, input, _output_size(input, output_size, scale_factors), align_corners, factors)
 
     lowering(name, static=_SCALES[rank])(forward)
     lowering(f"{name}_backward", static=_SCALES[rank])(backward)
