@@ -164,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.redo:
         recorded = {}
     elif arguments.failed:
-        recorded = {k: r for k, r in recorded.items() if r["status"] in ("pass", "host")}
+        recorded = {k: r for k, r in recorded.items() if r["status"] in ("pass", "host", "empty")}
     tasks = [
         (suite, entry, dtype)
         for suite in chosen

@@ -49,7 +49,11 @@ def _inputs(sample: Any) -> tuple[Any, ...]:
 
 
 def _sample_is_random(info: Any, sample: Any) -> bool:
-    return is_random(info.name) or bool(sample.kwargs.get("dropout_p")) or info.has_nondeterministic_output
+    """Random entries, and attention that drops out; the database seeds those inside the call, so they look constant."""
+    dropout = sample.kwargs.get("dropout_p") or (
+        sample.kwargs.get("training") and any(isinstance(a, float) and a > 0 for a in sample.args)
+    )
+    return is_random(info.name) or bool(dropout) or info.has_nondeterministic_output
 
 
 def call(function: Callable[..., Any], info: Any) -> Callable[..., Any]:

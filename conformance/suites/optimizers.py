@@ -12,7 +12,7 @@ from torch.testing._internal.common_optimizers import optim_db
 from torch.utils._pytree import tree_map
 
 from conformance.case import Case
-from conformance.compare import Tolerance
+from conformance.compare import Tolerance, tolerances
 from conformance.suites import Suite
 from conformance.transfer import DEVICE
 
@@ -51,7 +51,7 @@ def _cases(entry: str, dtype: str) -> tuple[Iterator[Case], Tolerance]:
             run = functools.partial(_run, info, implementation, given.kwargs)
             yield Case(given.desc or str(given.kwargs), run, inputs, reference=False)
 
-    return cases(), {}
+    return cases(), tolerances(info, entry)
 
 
 def _run(info: Any, implementation: str, kwargs: dict[str, Any], params: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> Any:
@@ -63,7 +63,8 @@ def _run(info: Any, implementation: str, kwargs: dict[str, Any], params: list[to
     kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) and device.type == DEVICE else x, copy.deepcopy(kwargs))
     leaves = [p.detach().clone().requires_grad_(implementation != "differentiable") for p in params]
     optimizer = info.optim_cls(leaves, **kwargs, **flags)
-    for step in grads:
+    # A closure evaluates one fixed function: the line search of LBFGS relies on it.
+    for step in grads[:1] if info.step_requires_closure else grads:
         for p, g in zip(leaves, step, strict=True):
             p.grad = g
         if info.step_requires_closure:

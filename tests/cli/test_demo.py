@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import signal
@@ -102,7 +103,13 @@ def test_interrupt() -> None:
         if "compiling" in line:
             break
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    # Press it again if nothing happens, as people do: Python drops an interrupt that arrives in a callback of its
+    # garbage collector.
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+            break
     assert process.returncode == 130
-    assert "interrupted" in error and "Traceback" not in error
+    error = process.stderr.read()
+    assert "torchtpu: interrupted" in error and "Traceback (most recent call last)" not in error.split("interrupted")[1]

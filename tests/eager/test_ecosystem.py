@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -160,9 +161,7 @@ def test_default_device():
     assert_close(skeleton(x).cpu(), model(x).cpu())
 
 
-def run_python(code: str, **environment: str) -> str:
-    import os
-
+def run_python(code: str, status: int = 0, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **environment},
@@ -171,7 +170,7 @@ def run_python(code: str, **environment: str) -> str:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout
 
 
@@ -242,7 +241,9 @@ def test_out_of_memory_says_how_much():
     free, total = torch.tpu.mem_get_info()
     assert 0 < free <= total
     huge = torch.empty(1 << 42, device="tpu")
-    with pytest.raises(torch.OutOfMemoryError, match=r"tpu:0 out of memory. Tried to allocate 16384.00 GiB.*are free"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"tpu:0 out of memory. Tried to allocate 16384.00 GiB. Of .* are free"
+    ):
         huge.fill_(1.0)
 
 
@@ -280,6 +281,5 @@ except KeyboardInterrupt:
     assert any(t.name == "torchtpu-compile" for t in threading.enumerate()), "the compile was over before the interrupt"
     assert (x + 1).sum().item() == 16
     print("interrupted", flush=True)
-    os._exit(0)
 """
-    assert "interrupted" in run_python(code)
+    assert "interrupted" in run_python(code, status=130)

@@ -24,10 +24,9 @@ def out_of_memory(device: int, asked: int | None, detail: str) -> torch.OutOfMem
 
     free, total = memory.mem_get_info(device)
     wanted = f"Tried to allocate {_size(asked)}. " if asked is not None else ""
-    used = memory.memory_allocated(device)
     return torch.OutOfMemoryError(
-        f"tpu:{device} out of memory. {wanted}Tensors hold {_size(used)} of {_size(total)}; {_size(free)} are free. "
-        + detail
+        f"tpu:{device} out of memory. {wanted}Of {_size(total)}, {_size(total - free)} are in use and "
+        f"{_size(free)} are free. {detail}"
     )
 
 

@@ -23,7 +23,7 @@ from torchtpu.eager import modes
 from torchtpu.eager.arrays import array_of, number_operand, prepare_storage, wrap_array
 from torchtpu.eager.errors import translate
 from torchtpu.eager.fallback import run_on_cpu
-from torchtpu.eager.meta import Unknown, metas_of, run_meta
+from torchtpu.eager.meta import Unknown, metas_of, raise_as_cpu, run_meta
 from torchtpu.eager.preconditions import require_no_overlap, require_one_device
 from torchtpu.eager.program import Call, Constant, Program, describe, name_of, output_spec, storage_spec, trace_function
 from torchtpu.eager.schema import Derived, derive, written_arguments
@@ -134,6 +134,8 @@ class Kernel:
             self.calls[key] = lambda a, k, *_: run_on_cpu(self.op, a, k)
             return run_on_cpu(self.op, args, kwargs)
         except Exception as error:
+            # JAX words its complaints about wrong arguments in its own terms: PyTorch's are better known.
+            raise_as_cpu(self.op, args, kwargs)
             error.add_note(f"while building the program of {name_of(self.op)} on tpu:{device}")
             raise
         self.calls[key] = run = self._runner(program, call)

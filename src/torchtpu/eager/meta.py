@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtpu.eager.program import Meta, dense
 
-__all__ = ["Unknown", "run_meta"]
+__all__ = ["Unknown", "metas_of", "raise_as_cpu", "run_meta"]
 
 
 class Unknown(Exception):
@@ -51,7 +51,7 @@ def run_meta(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     except Exception as error:
         # A meta kernel's words are often its own, and some know less than the CPU does: let the CPU kernel judge the
         # same geometry.
-        _raise_as_cpu(op, args, kwargs)
+        raise_as_cpu(op, args, kwargs)
         raise Unknown(str(error)) from error
 
 
@@ -59,7 +59,7 @@ _JUDGE_LIMIT = 2**26
 """Largest total of elements for which an error is reproduced on the CPU."""
 
 
-def _raise_as_cpu(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def raise_as_cpu(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise what PyTorch CPU raises for arguments of this geometry; return if it accepts them or is not to be asked."""
     made: dict[int, torch.Tensor] = {}
 

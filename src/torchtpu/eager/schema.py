@@ -24,6 +24,7 @@ _PARTNERS = {
     "aten::bernoulli_.Tensor": "aten::bernoulli.Tensor",
     "aten::random_": "aten::random.default",
     "aten::_index_put_impl_": "aten::_index_put_impl.default",
+    "aten::rrelu_with_noise": "aten::rrelu_with_noise_functional.default",
     "aten::_native_batch_norm_legit": "aten::_native_batch_norm_legit_functional.default",
     "aten::_batch_norm_with_update": "aten::_batch_norm_with_update_functional.default",
 }

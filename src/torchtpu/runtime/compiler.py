@@ -7,7 +7,9 @@ longer than ``PROGRESS_AFTER`` seconds says on a terminal what it compiles and f
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -19,6 +21,8 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 __all__ = ["Statistics", "compile_program", "statistics"]
+
+_THREAD = "torchtpu-compile"
 
 PROGRESS_AFTER = 2.0
 """Seconds before a compile shows progress."""
@@ -81,7 +85,7 @@ def _in_thread(function: Callable[[], Any]) -> _Work:
         finally:
             done.set()
 
-    work = _Work(threading.Thread(target=run, name="torchtpu-compile", daemon=True), done)
+    work = _Work(threading.Thread(target=run, name=_THREAD, daemon=True), done)
     work.thread.start()
     return work
 
@@ -102,3 +106,17 @@ def _wait_for(work: _Work, name: str) -> Any:
     if work.error is not None:
         raise work.error
     return work.result
+
+
+def _leave_abandoned_compiles() -> None:
+    """At exit after an interrupt: XLA aborts a process that ends while it compiles, so give it a moment, then leave."""
+    running = [t for t in threading.enumerate() if t.name == _THREAD]
+    for thread in running:
+        thread.join(timeout=5)
+    if any(t.is_alive() for t in running):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)  # the status of a program ended by Ctrl-C
+
+
+atexit.register(_leave_abandoned_compiles)

@@ -41,6 +41,8 @@ def convolution(
     input, weight, bias, stride, padding, dilation, transposed, output_padding, groups,
     benchmark=False, deterministic=False, cudnn_enabled=True, allow_tf32=True,
 ):  # fmt: skip
+    if any(p < 0 for p in padding):
+        raise RuntimeError("negative padding is not supported")
     wide = accumulator(input.dtype)
     y = _convolve(input, weight, stride, padding, dilation, transposed, output_padding, groups, wide)
     if bias is not None:

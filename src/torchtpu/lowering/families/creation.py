@@ -133,7 +133,7 @@ def closed_range(start, end, step=1, dtype=None):
     return _progression(start, step, math.floor((end - start) / step) + 1, _or_default(dtype))
 
 
-def _linspace(start, end, steps: int, dtype: np.dtype) -> jax.Array:
+def evenly_spaced(start, end, steps: int, dtype: np.dtype) -> jax.Array:
     """Evenly spaced points, counted from the nearer end, so that both ends are exact."""
     compute = np.promote_types(dtype, np.float64 if dtype.kind in "iub" else np.float32)
     start, end = (
@@ -159,13 +159,13 @@ def linspace(start, end, steps, dtype=None):
     result = _space_dtype((start, end), dtype)
     if steps == 1:
         return cast(start, result).reshape(1)
-    return cast(_linspace(start, end, steps, result), result)
+    return cast(evenly_spaced(start, end, steps, result), result)
 
 
 @lowering(*(f"logspace.{ends}" for ends in _ENDS))
 def logspace(start, end, steps, base=10.0, dtype=None):
     result = _space_dtype((start, end), dtype)
-    exponents = jnp.asarray(start).reshape(1) if steps == 1 else _linspace(start, end, steps, result)
+    exponents = jnp.asarray(start).reshape(1) if steps == 1 else evenly_spaced(start, end, steps, result)
     compute = np.promote_types(exponents.dtype, np.float64 if result.kind in "iub" else np.float32)
     return cast(jnp.power(cast(base, compute), cast(exponents, compute)), result)
 

@@ -91,7 +91,7 @@ def gather(self, dim, index, sparse_grad=False):
     x, i = at_least_1d(self), at_least_1d(index)
     dim = canonicalize_dim(x.ndim, dim)
     size = x.shape[dim]
-    i = check_index(i, size, OUT_OF_BOUNDS.format(dim=dim, size=size), allow_negative=False)
+    i = check_index(i, size, OUT_OF_BOUNDS.format(dim=dim, size=size), allow_negative=False, error=RuntimeError)
     if i.size == 0:
         return jnp.zeros(index.shape, self.dtype)
     x = jax.lax.slice(x, [0] * x.ndim, [x.shape[d] if d == dim else n for d, n in enumerate(i.shape)])
@@ -138,6 +138,8 @@ def _rank_in_mask(mask: jax.Array) -> jax.Array:
 
 @lowering("masked_scatter")
 def masked_scatter(self, mask, source):
+    if mask.dtype != np.bool_:
+        raise RuntimeError(f"masked_scatter_ only supports boolean masks, but got mask with dtype {mask.dtype}")
     x, mask = jnp.broadcast_arrays(self, mask)
     return spread_by_mask(x, mask, source)
 

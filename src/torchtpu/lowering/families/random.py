@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchtpu.lowering.context import random_key
+from torchtpu.lowering.context import check, random_key
 from torchtpu.lowering.dtypes import default_float, to_jax
 from torchtpu.lowering.promotion import cast, promote
 from torchtpu.lowering.registry import lowering
@@ -122,7 +122,7 @@ def bernoulli(self):
 
 
 @lowering("bernoulli.p", "bernoulli.Tensor", random=True)
-def bernoulli_p(self, p):
+def bernoulli_p(self, p=0.5):
     return _bernoulli(self.shape, p).astype(self.dtype)
 
 
@@ -134,6 +134,8 @@ def _bounds(defaults: tuple, given: tuple, named: dict, names: tuple[str, str]) 
 @lowering("uniform", random=True)
 def uniform(self, *bounds, **named):
     low, high = _bounds((0.0, 1.0), bounds, named, ("from", "to"))
+    wrong = jnp.asarray(low).astype(jnp.float64) > jnp.asarray(high).astype(jnp.float64)
+    check(wrong, wrong.astype(jnp.int64), "uniform_ expects to return a [from, to) range, but found from > to")
     parts = _real_parts(self.dtype)
     if parts is not None:
         empty = jnp.zeros(self.shape, parts)
@@ -240,7 +242,17 @@ def random_from(self, *bounds, **named):
 
 @lowering("multinomial", random=True)
 def multinomial(self, num_samples, replacement=False):
+    if not jnp.issubdtype(self.dtype, jnp.floating):
+        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {self.dtype}")
+    if num_samples <= 0 or (not replacement and num_samples > self.shape[-1]):
+        raise RuntimeError(f"cannot draw {num_samples} samples from {self.shape[-1]} categories")
+    if self.shape[-1] > 2**24:
+        raise RuntimeError("number of categories cannot exceed 2^24")
     p = self.astype(_compute(self.dtype))
+    row = jnp.arange(self.size, dtype=jnp.int32).reshape(self.shape)
+    message = "probability tensor contains either `inf`, `nan` or element < 0 (element {value})"
+    check(~(jnp.isfinite(p) & (p >= 0)), row, message)
+    check(~(p.sum(-1) > 0), row[..., 0], "invalid multinomial distribution (sum of probabilities <= 0, element {value})")
     if replacement:
         logits = jnp.log(p)
         shape = (*p.shape[:-1], num_samples)

@@ -66,7 +66,7 @@ def _scatter(self, dim, index, src, combine: Callable[[jax.Array, tuple, jax.Arr
         return self
     dim = canonicalize_dim(x.ndim, dim)
     size = x.shape[dim]
-    i = check_index(i, size, OUT_OF_BOUNDS.format(dim=dim, size=size), allow_negative=False)
+    i = check_index(i, size, OUT_OF_BOUNDS.format(dim=dim, size=size), allow_negative=False, error=RuntimeError)
     subscripts = tuple(i if d == dim else _positions(i.shape, d) for d in range(i.ndim))
     values = jnp.asarray(src)
     if values.ndim or not i.ndim:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +59,8 @@ def polygamma_values(n: int, x: Array) -> Array:
     if n == 1:
         return trigamma_values(x)
     order = jnp.full_like(x, n + 1)
-    return (1.0 if n % 2 else -1.0) * jnp.exp(lax.lgamma(order)) * zeta_values(order, x)
+    factorial = x.dtype.type(math.gamma(n + 1)) if n < 170 else x.dtype.type(np.inf)
+    return (factorial if n % 2 else -factorial) * zeta_values(order, x)
 
 
 @lowering("polygamma", "special_polygamma")
