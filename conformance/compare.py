@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from conformance.tolerances import OVERRIDES, REFERENCE_DTYPES
 from conformance.transfer import DEVICE
 
-__all__ = ["Difference", "Verdict", "compare", "tolerances"]
+__all__ = ["Difference", "Verdict", "compare", "same_values", "tolerances"]
 
 Tolerance = dict[torch.dtype, tuple[float, float]]
 """(rtol, atol) by dtype."""
@@ -61,7 +61,9 @@ def tolerances(info: Any, name: str) -> Tolerance:
     return found
 
 
-def compare(actual: Any, expected: Any, tolerance: Tolerance, reference: Callable[[], Any] | None = None, exact: bool = True) -> Verdict:
+def compare(
+    actual: Any, expected: Any, tolerance: Tolerance, reference: Callable[[], Any] | None = None, exact: bool = True
+) -> Verdict:
     """Compare two trees of results; ``actual`` lives on the device.
 
     Args:
@@ -84,7 +86,13 @@ def compare(actual: Any, expected: Any, tolerance: Tolerance, reference: Callabl
             _compare_plain(x, y, exact)
             continue
         _compare_kind(x, y, i)
-        if y.layout is torch.strided and not y.is_nested and x.stride() != y.stride() and y.numel() > 1 and verdict.strides is None:
+        if (
+            y.layout is torch.strided
+            and not y.is_nested
+            and x.stride() != y.stride()
+            and y.numel() > 1
+            and verdict.strides is None
+        ):
             verdict.strides = f"{tuple(x.stride())} for {tuple(y.stride())} at size {tuple(y.shape)}"
         if not exact:
             continue
@@ -98,6 +106,17 @@ def compare(actual: Any, expected: Any, tolerance: Tolerance, reference: Callabl
                 raise Difference(" ".join(str(error).split())) from error
             verdict.by_reference = True
     return verdict
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two results of one function on the CPU have the same values."""
+    for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True):
+        if isinstance(y, torch.Tensor):
+            try:
+                _assert_close(_plain(x), _plain(y), {})
+            except AssertionError:
+                return False
+    return True
 
 
 def _compare_plain(x: Any, y: Any, exact: bool) -> None:

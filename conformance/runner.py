@@ -114,7 +114,8 @@ class _Run:
             seconds = time.monotonic() - self.start
             left = seconds / self.done * (self.total - self.done)
             counts = " ".join(f"{k} {v}" for k, v in sorted(self.counts.items()))
-            line = f"{self.done}/{self.total} {counts} | {seconds:.0f} s, {left:.0f} s left | {record['suite']} {record['entry']}"
+            line = f"{self.done}/{self.total} {counts} | {seconds:.0f} s, {left:.0f} s left | "
+            line += f"{record['suite']} {record['entry']}"
             if sys.stderr.isatty():
                 print(f"\r\033[K{line[:150]}", end="", file=sys.stderr, flush=True)
             elif self.done % 50 == 0 or self.done == self.total:
@@ -169,8 +170,9 @@ def run(arguments: argparse.Namespace) -> int:
         (suite, entry, dtype)
         for suite in chosen
         for entry, dtype in suites[suite].tasks()
-        if re.search(arguments.only, entry) and (not dtypes or dtype in dtypes) and (suite, entry, dtype) not in
-        recorded
+        if re.search(arguments.only, entry)
+        and (not dtypes or dtype in dtypes)
+        and (suite, entry, dtype) not in recorded
     ]
     print(f"{len(tasks)} tasks, {len(recorded)} recorded", file=sys.stderr)
     state = _Run(tasks, arguments.results, arguments.limit, arguments.timeout)

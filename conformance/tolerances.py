@@ -7,7 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["HOST", "HOST_ARGUMENTS", "OVERRIDES", "RANDOM", "REFERENCE_DTYPES", "UNSUPPORTED", "Override", "host_reason", "is_random", "unsupported_reason"]
+__all__ = [
+    "CPU_IGNORES_STRIDES",
+    "HOST",
+    "HOST_ARGUMENTS",
+    "OVERRIDES",
+    "RANDOM",
+    "REFERENCE_DTYPES",
+    "UNSUPPORTED",
+    "Override",
+    "host_reason",
+    "is_random",
+    "unsupported_reason",
+]
 
 _F32, _F64, _C64, _C128 = torch.float32, torch.float64, torch.complex64, torch.complex128
 
@@ -57,6 +69,9 @@ HOST = {
 HOST_ARGUMENTS = {"tensor_split": "its indices decide sizes, so PyTorch wants them on the CPU whatever the device"}
 """Entries of which only the first argument moves to the device."""
 
+CPU_IGNORES_STRIDES = ("nn.functional.gelu", "narrow_copy", "nn.functional.avg_pool3d")
+"""Entries whose CPU kernel writes a strided ``out`` as if it were contiguous: there is no right answer to compare."""
+
 UNSUPPORTED: dict[str, str] = {}
 """Entries (``name`` or ``name:dtype``) that the device refuses by design, with the reason."""
 
@@ -73,4 +88,6 @@ def host_reason(name: str) -> str | None:
 
 def unsupported_reason(name: str, dtype: str) -> str | None:
     """Why the device refuses an entry, or None."""
-    return next((why for p, why in UNSUPPORTED.items() if re.fullmatch(p, name) or re.fullmatch(p, f"{name}:{dtype}")), None)
+    return next(
+        (why for p, why in UNSUPPORTED.items() if re.fullmatch(p, name) or re.fullmatch(p, f"{name}:{dtype}")), None
+    )

@@ -20,7 +20,9 @@ _WIDER = {
 }
 
 
-def _moved(t: torch.Tensor, storages: dict[int, torch.Tensor], dtype: torch.dtype | None = None, device: str = DEVICE) -> torch.Tensor:
+def _moved(
+    t: torch.Tensor, storages: dict[int, torch.Tensor], dtype: torch.dtype | None = None, device: str = DEVICE
+) -> torch.Tensor:
     """The tensor on the device: same size, strides, offset, conjugate and negative bits, and the same aliases as its
     neighbours.
     """
@@ -35,8 +37,16 @@ def _moved(t: torch.Tensor, storages: dict[int, torch.Tensor], dtype: torch.dtyp
         if key not in storages:
             elements = t.untyped_storage().nbytes() // t.element_size()
             whole = torch.as_strided(plain, (elements,), (1,), 0)
-            storages[key] = whole.to(dtype or t.dtype).to(device) if elements else torch.empty(0, dtype=dtype or t.dtype, device=device)
-            storages[key] = storages[key].clone() if storages[key].untyped_storage()._cdata == t.untyped_storage()._cdata else storages[key]
+            storages[key] = (
+                whole.to(dtype or t.dtype).to(device)
+                if elements
+                else torch.empty(0, dtype=dtype or t.dtype, device=device)
+            )
+            storages[key] = (
+                storages[key].clone()
+                if storages[key].untyped_storage()._cdata == t.untyped_storage()._cdata
+                else storages[key]
+            )
         moved = storages[key].as_strided(t.size(), t.stride(), t.storage_offset())
         moved = moved.conj() if conj else moved
         moved = torch._neg_view(moved) if neg else moved

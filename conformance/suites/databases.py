@@ -1,4 +1,4 @@
-"""Suites over the smaller databases: foreach, reductions, sparse, masked and nested tensors, ``torch.func``, autocast."""
+"""Suites over smaller databases: foreach, reductions, sparse, masked and nested tensors, ``torch.func``, autocast."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def _foreach_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
                     info.inplace_variant(input, *args, **kwargs)
                     return input
 
-                fresh = ([t.clone() for t in sample.input] if isinstance(sample.input, list) else sample.input, *inputs[1:])
+                fresh = (
+                    [t.clone() for t in sample.input] if isinstance(sample.input, list) else sample.input,
+                    *inputs[1:],
+                )
                 if isinstance(fresh[0], list):
                     yield Case(f"{label}, in place", inplace, fresh, must_raise=True)
 
@@ -63,7 +66,7 @@ def _reductions() -> dict[str, Any]:
 
 
 def _reduction_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
-    """Every reduction over no, one, several and negative dimensions, with keepdim, of empty, expanded and 0-d inputs, with NaN and infinities."""
+    """Reductions over none, one and several dimensions, of empty, expanded and 0-d inputs, NaN and infinities."""
     info = _reductions()[entry]
     wanted = getattr(torch, dtype)
 
@@ -80,11 +83,22 @@ def _reduction_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
                 kwargs = dict(extra[1]) | ({} if dim is None else {"dim": dim, "keepdim": keep})
                 if dim is None and keep:
                     continue
-                yield Case(f"size {shape} dim {dim} keepdim {keep}", call(info.op, info), (x, extra[0], kwargs), must_raise=True)
+                yield Case(
+                    f"size {shape} dim {dim} keepdim {keep}",
+                    call(info.op, info),
+                    (x, extra[0], kwargs),
+                    must_raise=True,
+                )
         if wanted.is_floating_point:
-            special = torch.tensor([[1.0, float("nan"), 2.0], [float("inf"), 1.0, -1.0], [float("-inf"), 0.0, 3.0]], dtype=wanted)
+            special = torch.tensor(
+                [[1.0, float("nan"), 2.0], [float("inf"), 1.0, -1.0], [float("-inf"), 0.0, 3.0]], dtype=wanted
+            )
             extra = next(iter(info.generate_args_kwargs(special, dim=1)), ((), {}))
-            for label, value in (("special values", special), ("transposed", special.t()), ("expanded", special[:1].expand(4, 3))):
+            for label, value in (
+                ("special values", special),
+                ("transposed", special.t()),
+                ("expanded", special[:1].expand(4, 3)),
+            ):
                 yield Case(label, call(info.op, info), (value, extra[0], dict(extra[1]) | {"dim": 1}), must_raise=True)
 
     return cases(), tolerances(info, entry)
@@ -157,7 +171,9 @@ def _nested_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
 
 
 def _func_tasks() -> list[tuple[str, str]]:
-    chosen = [n for n, i in entries().items() if i.supports_autograd and torch.float32 in i.dtypes and not is_random(i.name)]
+    chosen = [
+        n for n, i in entries().items() if i.supports_autograd and torch.float32 in i.dtypes and not is_random(i.name)
+    ]
     return [(n, "float32") for n in chosen[::4]]
 
 
@@ -192,7 +208,15 @@ def _func_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
     return cases(), tolerances(info, entry)
 
 
-_AUTOCAST = ("torch_fp16", "torch_fp32", "nn_fp16", "nn_fp32", "torch_need_autocast_promote", "torch_expect_builtin_promote", "methods_fp32")
+_AUTOCAST = (
+    "torch_fp16",
+    "torch_fp32",
+    "nn_fp16",
+    "nn_fp32",
+    "torch_need_autocast_promote",
+    "torch_expect_builtin_promote",
+    "methods_fp32",
+)
 
 
 @functools.cache
@@ -207,7 +231,7 @@ def _autocast() -> dict[str, tuple[str, tuple[Any, ...]]]:
 
 
 def _autocast_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
-    """PyTorch's lists of what autocast does to an operator: the result's dtype is the low precision, float32, or the widest input's."""
+    """PyTorch's lists of what autocast does: a result has low precision, float32, or the widest input's dtype."""
     group, line = _autocast()[entry]
     name, args = line[0], line[1]
     kwargs = line[2] if len(line) > 2 and isinstance(line[2], dict) else {}
@@ -215,10 +239,10 @@ def _autocast_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
     def run(args: Any, kwargs: Any) -> Any:
         device = next(t.device.type for t in tree_leaves(args) if isinstance(t, torch.Tensor))
         if group.startswith("methods"):
-            function: Any = lambda x, *rest, **named: getattr(x, name)(*rest, **named)
+            function: Any = functools.partial(_method, name)
         else:
-            function = getattr(torch.nn.functional if hasattr(torch.nn.functional, name) and group.startswith("nn") else torch, name, None)
-            function = function or getattr(torch._C._nn, name)
+            home = torch.nn.functional if hasattr(torch.nn.functional, name) and group.startswith("nn") else torch
+            function = getattr(home, name, None) or getattr(torch._C._nn, name)
         if device == DEVICE:
             with torch.autocast(DEVICE, torch.bfloat16):
                 out = function(*args, **kwargs)
@@ -231,20 +255,38 @@ def _autocast_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
     return iter([Case(name, run, (args, kwargs), reference=False)]), {}
 
 
+def _method(name: str, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return getattr(x, name)(*args, **kwargs)
+
+
 def _cast(x: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() and dtype else t, x)
 
 
-def _dtypes(infos: Callable[[], dict[str, Any]], keep: Callable[[Any], bool] = lambda i: True) -> Callable[[], list[tuple[str, str]]]:
+def _dtypes(
+    infos: Callable[[], dict[str, Any]], keep: Callable[[Any], bool] = lambda i: True
+) -> Callable[[], list[tuple[str, str]]]:
     def tasks() -> list[tuple[str, str]]:
-        return [(n, d) for n, i in infos().items() if keep(i) for d in _MAIN if getattr(torch, d) in i.supported_dtypes("cpu")]
+        return [
+            (n, d)
+            for n, i in infos().items()
+            if keep(i)
+            for d in _MAIN
+            if getattr(torch, d) in i.supported_dtypes("cpu")
+        ]
 
     return tasks
 
 
-def _float32(infos: Callable[[], dict[str, Any]], keep: Callable[[Any], bool] = lambda i: True) -> Callable[[], list[tuple[str, str]]]:
+def _float32(
+    infos: Callable[[], dict[str, Any]], keep: Callable[[Any], bool] = lambda i: True
+) -> Callable[[], list[tuple[str, str]]]:
     def tasks() -> list[tuple[str, str]]:
-        return [(n, short(torch.float32)) for n, i in infos().items() if keep(i) and torch.float32 in i.supported_dtypes("cpu")]
+        return [
+            (n, short(torch.float32))
+            for n, i in infos().items()
+            if keep(i) and torch.float32 in i.supported_dtypes("cpu")
+        ]
 
     return tasks
 

@@ -1,4 +1,4 @@
-"""The suite over ``optim_db``: every configuration with the for-loop, foreach, fused, capturable and differentiable implementations."""
+"""The suite over ``optim_db``: every configuration with every implementation (for-loop, foreach, fused and others)."""
 
 from __future__ import annotations
 
@@ -54,13 +54,17 @@ def _cases(entry: str, dtype: str) -> tuple[Iterator[Case], Tolerance]:
     return cases(), tolerances(info, entry)
 
 
-def _run(info: Any, implementation: str, kwargs: dict[str, Any], params: list[torch.Tensor], grads: list[list[torch.Tensor]]) -> Any:
-    """Parameters after some steps with given gradients; the CPU runs its for-loop, which every implementation must match."""
+def _run(
+    info: Any, implementation: str, kwargs: dict[str, Any], params: list[torch.Tensor], grads: list[list[torch.Tensor]]
+) -> Any:
+    """Parameters after some steps with given gradients; the CPU runs its for-loop, which all others must match."""
     device = params[0].device
     flags: dict[str, Any] = {"foreach": False} if "foreach" in info.supported_impls else {}
     if device.type == DEVICE and implementation != "forloop":
         flags = {implementation: True}
-    kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) and device.type == DEVICE else x, copy.deepcopy(kwargs))
+    kwargs = tree_map(
+        lambda x: x.to(device) if isinstance(x, torch.Tensor) and device.type == DEVICE else x, copy.deepcopy(kwargs)
+    )
     leaves = [p.detach().clone().requires_grad_(implementation != "differentiable") for p in params]
     optimizer = info.optim_cls(leaves, **kwargs, **flags)
     # A closure evaluates one fixed function: the line search of LBFGS relies on it.

@@ -120,6 +120,8 @@ class Kernel:
         else:
             return self._split_dtypes(args, kwargs)
         metas, resized = self._metas(args, kwargs)
+        if self.derived is not None and self.derived.dropped:
+            resized |= self._fit_outs(args, kwargs)
         if resized:
             return self.function()(*args, **kwargs)
         key, operands, owners, device = _C.flatten(self.handle, args, kwargs)
@@ -185,6 +187,24 @@ class Kernel:
         results = list(result) if isinstance(result, tuple | list) and len(self.returns) > 1 else [result]
         fresh = [r for r, owner in zip(results, self.returns, strict=False) if owner is None]
         return metas_of(fresh), resized
+
+    def _fit_outs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Let the CPU judge outs of another dtype than the result, and resize those of another size; whether any was."""
+        assert self.derived is not None
+        dropped = self.derived.dropped
+        try:
+            result, _ = run_meta(self.derived.functional, args, {k: v for k, v in kwargs.items() if k not in dropped})
+        except Unknown:
+            return False
+        results = result if isinstance(result, tuple) else [result]
+        outs = [kwargs.get(n) for n in self.derived.written if n in dropped]
+        pairs = [(o, r) for o, r in zip(outs, results, strict=False) if isinstance(o, torch.Tensor)]
+        if any(o.dtype is not r.dtype for o, r in pairs):
+            raise_as_cpu(self.op, args, kwargs)
+        wrong = [(o, r) for o, r in pairs if o.shape != r.shape and o.numel() != r.numel()]
+        for out, new in wrong:
+            out.resize_(new.shape)
+        return bool(wrong)
 
     def _program(self, call: Call, operands: list[Any], metas: Any) -> Program:
         structure = call.structure()

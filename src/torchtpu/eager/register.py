@@ -35,6 +35,7 @@ _NOT_PROGRAMS = {
         "resolve_neg",
         "_conj",
         "_neg_view",
+        "_unsafe_view",  # shares memory: kron.out writes through it
         "rename",
         "clone_preserve_strides",
     ),

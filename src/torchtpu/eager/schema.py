@@ -24,6 +24,7 @@ _PARTNERS = {
     "aten::bernoulli_.Tensor": "aten::bernoulli.Tensor",
     "aten::random_": "aten::random.default",
     "aten::_index_put_impl_": "aten::_index_put_impl.default",
+    "aten::rrelu_with_noise_": "aten::rrelu_with_noise_functional.default",
     "aten::rrelu_with_noise": "aten::rrelu_with_noise_functional.default",
     "aten::_native_batch_norm_legit": "aten::_native_batch_norm_legit_functional.default",
     "aten::_batch_norm_with_update": "aten::_batch_norm_with_update_functional.default",
@@ -107,6 +108,8 @@ def derive(op: OpOverload) -> Derived | None:
             or partner
         ):
             if can_lower(functional):
-                return Derived(functional, written, outs, extra)
+                # A functional form gives new values of arguments that are both read and written after its results.
+                order = tuple(sorted(written, key=lambda n: n not in outs))
+                return Derived(functional, order, outs, extra)
             return None
     return None

@@ -47,7 +47,9 @@ def _count(points, edges, weight, density):
 
 def _grid(self, bins, range):
     points = self.reshape(-1, self.shape[-1])
-    bounds = [(None, None)] * len(bins) if range is None else [(range[2 * i], range[2 * i + 1]) for i, _ in enumerate(bins)]
+    bounds = (
+        [(None, None)] * len(bins) if range is None else [(range[2 * i], range[2 * i + 1]) for i, _ in enumerate(bins)]
+    )
     return points, [_edges(points[:, d], n, *bounds[d]) for d, n in enumerate(bins)]
 
 

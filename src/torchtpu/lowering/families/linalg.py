@@ -340,6 +340,8 @@ def matrix_exp(self):
         return self
     if self.shape[-1] == 1:
         return jnp.exp(self)
+    if self.dtype in (jnp.bfloat16, jnp.float16):
+        return matrix_exp(self.astype(jnp.float32)).astype(self.dtype)
     with jax.default_matmul_precision(str(matmul_precision().name).lower()):
         return jax.scipy.linalg.expm(self, max_squarings=64)
 

@@ -252,7 +252,7 @@ def multinomial(self, num_samples, replacement=False):
     row = jnp.arange(self.size, dtype=jnp.int32).reshape(self.shape)
     message = "probability tensor contains either `inf`, `nan` or element < 0 (element {value})"
     check(~(jnp.isfinite(p) & (p >= 0)), row, message)
-    check(~(p.sum(-1) > 0), row[..., 0], "invalid multinomial distribution (sum of probabilities <= 0, element {value})")
+    check(~(p.sum(-1) > 0), row[..., 0], "invalid multinomial distribution (sum of probabilities <= 0)")
     if replacement:
         logits = jnp.log(p)
         shape = (*p.shape[:-1], num_samples)
