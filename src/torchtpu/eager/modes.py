@@ -25,7 +25,7 @@ def _checked(mode: str) -> str:
     return mode
 
 
-_mode = _checked(os.environ.get("TORCHTPU_EAGER_MODE", "strict"))
+_mode = _checked(os.environ.get("TORCHTPU_EAGER_MODE", "fused"))
 blocking = _mode == "debug"
 """True when every operator is waited for; read by the dispatch path."""
 fused = _mode == "fused"
