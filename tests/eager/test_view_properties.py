@@ -221,7 +221,7 @@ STEP = st.tuples(
     layout=st.sampled_from(["contiguous", "channels_last", "permuted"]),
     steps=st.lists(STEP, min_size=3, max_size=8),
 )
-def test_chains(sizes, layout, steps):
+def test_chains(mode, sizes, layout, steps):
     base = torch.arange(float(torch.Size(sizes).numel())).reshape(sizes)
     if layout == "channels_last" and len(sizes) == 4:
         base = base.contiguous(memory_format=torch.channels_last)

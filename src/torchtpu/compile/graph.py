@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from torchtpu import _C
-from torchtpu.eager.arrays import make_spec, number_operand, prepare_storage
+from torchtpu.eager.arrays import force, make_spec, number_operand, prepare_storage
 from torchtpu.eager.errors import translate
-from torchtpu.eager.kernels import seed_operand
+from torchtpu.eager.kernels import reserve_seed
 from torchtpu.eager.program import Constant, Meta, Window, dense, describe_values, key_of, physical_value
 from torchtpu.eager.views import read_view, row_major
 from torchtpu.lowering.apply import run_graph, short_name
@@ -53,7 +53,7 @@ class GraphProgram:
             if sum(prepare_storage(t) for t in tensors):
                 key, operands, _, device = _C.flatten(self.handle, inputs, {})
             run = self.programs[key] = self._build(inputs, operands, device)
-        return run(operands, device)
+        return run([force(x) for x in operands], device)
 
     def _build(self, inputs: tuple[Any, ...], operands: list[Any], device: int) -> Callable[..., Any]:
         described = describe_values(inputs)
@@ -100,7 +100,7 @@ class GraphProgram:
             for i in numbers:
                 operands[i] = number_operand(operands[i], device)
             if self.random:
-                operands.append(seed_operand(None, device))
+                operands.append(np.array(reserve_seed(None, device), np.uint64).view(np.uint32))
             try:
                 values = run(*operands)
             except Exception as error:

@@ -26,6 +26,26 @@ struct Signature {
 };
 std::vector<Signature> g_signatures;
 
+// The type of values that have not been computed when they are stored; its attribute `array` is None until they are.
+PyTypeObject* g_pending_type = nullptr;
+
+// The value of a cell (borrowed; nullptr: uninitialised). A pending value that has been computed meanwhile is replaced by its array.
+PyObject* value_of(Cell* cell) {
+  if (cell->value != nullptr && Py_TYPE(cell->value) == g_pending_type) {
+    static PyObject* const name = PyUnicode_InternFromString("array");
+    PyObject* array = PyObject_GetAttr(cell->value, name);
+    if (array == nullptr) throw py::error_already_set();
+    if (array == Py_None) {
+      Py_DECREF(array);
+    } else {
+      PyObject* old = cell->value;
+      cell->value = array;
+      Py_DECREF(old);
+    }
+  }
+  return cell->value;
+}
+
 class Flattener {
  public:
   std::string key;
@@ -140,7 +160,8 @@ class Flattener {
     const auto n = static_cast<int32_t>(cells_.size());
     cells_.push_back(cell);
     if (!index_.empty()) index_[cell] = n;
-    PyList_Append(operands, cell->value == nullptr ? Py_None : cell->value);
+    PyObject* value = value_of(cell);
+    PyList_Append(operands, value == nullptr ? Py_None : value);
     PyList_Append(owners, owner);
     put('S');
     if (cell->value == nullptr) {
@@ -316,8 +337,9 @@ void bind_dispatch(py::module_& module) {
   module.def("make_spec", &make_spec, py::arg("sizes"), py::arg("strides"), py::arg("shape"), py::arg("dtype"),
              "What a result looks like, for wrap().");
   module.def("get_value", [](const at::Tensor& t) -> py::tuple {
-    const auto* cell = cell_of_tensor(t);
-    py::object value = cell->value == nullptr ? py::none() : py::reinterpret_borrow<py::object>(cell->value);
+    auto* cell = cell_of_tensor(t);
+    auto* held = value_of(cell);
+    py::object value = held == nullptr ? py::none() : py::reinterpret_borrow<py::object>(held);
     return py::make_tuple(
         value, py::tuple(py::cast(cell->shape)), py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(cell->dtype))));
   }, "(value or None, shape, dtype) of the storage behind a tensor.");
@@ -326,6 +348,9 @@ void bind_dispatch(py::module_& module) {
     set_cell(cell_of_tensor(t), value.ptr(), std::move(shape), reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
   }, py::arg("tensor"), py::arg("value"), py::arg("shape"), py::arg("dtype"),
      "Give the storage behind a tensor a new value (None: uninitialised).");
+  module.def("set_pending_type", [](const py::type& type) {
+    g_pending_type = reinterpret_cast<PyTypeObject*>(py::object(type).release().ptr());
+  }, "Tell which type stands for values that are not computed yet; its attribute `array` is None until they are.");
   module.def("is_wrapped_number", [](const at::Tensor& t) { return t.unsafeGetTensorImpl()->is_wrapped_number(); });
   module.def("reserve_draws", [](const std::optional<at::Generator>& generator, int64_t device, uint64_t count) {
     return reserve_draws(generator, static_cast<c10::DeviceIndex>(device), count);

@@ -29,6 +29,7 @@ __all__ = [
     "device_count",
     "device_of",
     "eager_mode",  # noqa: F405
+    "compile_stats",
     "fallback_count",
     "fallbacks",
     "get_amp_supported_dtype",
@@ -216,8 +217,20 @@ def fallbacks() -> dict[str, int]:
     return fallback.fallbacks()
 
 
+def compile_stats() -> dict[str, Any]:
+    """What this process has compiled and why.
+
+    Returns:
+        ``compiles`` and ``compile_seconds`` of all programs; of fused mode: ``flushes`` (traces run), ``cache_hits`` (those that had
+        been compiled), ``operators`` recorded, and ``misses``, the reasons of the latest compiles.
+    """
+    from torchtpu.eager import trace
+
+    return trace.statistics()
+
+
 def set_eager_mode(mode: str) -> Any:
-    """Context manager: run a block in an eager mode ("strict", "debug"). `torch.tpu.eager_mode = ...` sets it."""
+    """Context manager: run a block in an eager mode ("fused", "strict", "debug"). `torch.tpu.eager_mode = ...` sets it."""
     from torchtpu.eager import modes
 
     return modes.set_eager_mode(mode)

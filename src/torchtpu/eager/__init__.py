@@ -11,6 +11,8 @@ def initialise() -> None:
     """Register every kernel with the dispatcher; called once, when the device is first used."""
     if _libraries:
         return
+    from torchtpu.eager import trace
     from torchtpu.eager.register import register
 
+    trace.install()
     _libraries.extend(register())

@@ -121,9 +121,16 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
         value is not None and dtype is tensor.dtype and shape == size and not tensor.is_conj() and not tensor.is_neg()
     )
     if plain and tensor.is_contiguous() and tensor.storage_offset() == 0:
-        return value
+        return force(value)
     copy = torch.ops.aten.clone.default(tensor, memory_format=torch.contiguous_format)
-    return _C.get_value(copy)[0]
+    return force(_C.get_value(copy)[0])
+
+
+def force(value: Any) -> Any:
+    """The array behind a storage's value; runs what has been recorded if it is not there yet."""
+    from torchtpu.eager import trace
+
+    return trace.force(value)
 
 
 def prepare_storage(tensor: torch.Tensor) -> bool:
@@ -145,6 +152,7 @@ def prepare_storage(tensor: torch.Tensor) -> bool:
     if dtype is tensor.dtype and reach * dtype.itemsize <= held:
         return False
     whole = nbytes // tensor.dtype.itemsize
+    value = force(value)
     with jax.enable_x64(True):
         new = _reinterpret(value, dtype, tensor.dtype, whole)
     new_shape = tuple(new.shape)

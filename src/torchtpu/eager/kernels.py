@@ -19,18 +19,18 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from torchtpu import _C
-from torchtpu.eager import modes
+from torchtpu.eager import modes, trace
 from torchtpu.eager.arrays import array_of, number_operand, prepare_storage, wrap_array
 from torchtpu.eager.errors import translate
 from torchtpu.eager.fallback import run_on_cpu
 from torchtpu.eager.meta import Unknown, metas_of, raise_as_cpu, run_meta
 from torchtpu.eager.preconditions import require_no_overlap, require_one_device
-from torchtpu.eager.program import Call, Constant, Program, describe, name_of, output_spec, storage_spec, trace_function
+from torchtpu.eager.program import Call, Constant, Program, describe, name_of, trace_function
 from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
+from torchtpu.lowering.dtypes import to_jax
 from torchtpu.lowering.registry import Lowering, find
 from torchtpu.runtime import checks, devices
-from torchtpu.runtime.compiler import compile_program
 
 __all__ = ["make_kernel", "operand_flags"]
 
@@ -209,58 +209,79 @@ class Kernel:
     def _program(self, call: Call, operands: list[Any], metas: Any) -> Program:
         structure = call.structure()
         program = self.programs.get(structure)
-        if program is not None:
-            return program
-        examples = self._operands(call, operands)
+        if program is None:
+            notes: dict[str, Any] = {"random": self.random}
+            traced = trace_function(call, self.target, self.derived, metas, notes)
+            with jax.enable_x64(True):
+                closed = jax.make_jaxpr(traced)(*self._examples(call, operands))
+            program = self.programs[structure] = Program(call, closed, notes)
+        return program
+
+    def _examples(self, call: Call, operands: list[Any]) -> list[Any]:
+        """Operands in the form in which a program of its own takes them; for tracing, their types are all that matters."""
+        examples: list[Any] = []
+        for storage, x in zip(call.operands, operands, strict=True):
+            if storage is None:
+                examples.append(number_operand(x, call.device))
+            elif storage.uninitialised:
+                examples.append(None)
+            else:
+                examples.append(jax.ShapeDtypeStruct(storage.shape, to_jax(storage.dtype)))
         starts = call.starts()
         if starts is not None:
             examples.append(starts)
         if self.random:
             examples.append(np.zeros(4, np.uint32))
-        notes: dict[str, Any] = {"random": self.random}
-        traced = trace_function(call, self.target, self.derived, metas, notes)
-        run = compile_program(traced, examples, devices.device(call.device), name_of(self.op))
-        outputs = [output_spec(m) for m in notes["outputs"]]
-        writes = [(i, storage_spec(call.operands[i])) for i in notes["writes"]]
-        program = Program(run, outputs, writes, notes["checks"], self.random, notes["nested"])
-        self.programs[structure] = program
-        return program
+        return examples
 
-    def _operands(self, call: Call, operands: list[Any]) -> list[Any]:
-        return [
-            number_operand(x, call.device) if s is None else x for s, x in zip(call.operands, operands, strict=True)
-        ]
+    def _launcher(self, program: Program, call: Call) -> Callable[..., list[Any]]:
+        """The function that runs or records the program; returns its arrays or pending values."""
+        numbers = [i for i, s in enumerate(call.operands) if s is None]
+        moving = call.starts()
+        moving_list = moving.tolist() if moving is not None else []
+        random, op, note, record = program.random, self.op, devices.note, trace.record
+        on_device: list[Any] = []
+
+        def launch(args: Any, kwargs: Any, operands: list[Any], device: int) -> list[Any]:
+            seed = reserve_seed(find_generator(args, kwargs), device) if random else None
+            if modes.fused:
+                return record(program, operands, moving_list, seed, device)
+            for i in numbers:
+                operands[i] = number_operand(operands[i], device)
+            if moving is not None:
+                if not on_device:
+                    with jax.enable_x64(True):
+                        on_device.append(jax.device_put(moving, devices.device(device)))
+                operands.append(on_device[0])
+            if seed is not None:
+                operands.append(np.array(seed, np.uint64).view(np.uint32))
+            run = program.run or program.compiled(operands, devices.device(device))
+            try:
+                values = run(*operands)
+            except Exception as error:
+                raise translate(error, op, device) from error
+            if values:
+                note(device, values[-1])  # the results of a program become ready together
+            return values
+
+        return launch
 
     def _runner(self, program: Program, call: Call) -> Callable[..., Any]:
-        """The function kept for this signature: puts the operands together, runs the program, wraps the results."""
-        run, outputs, messages = program.run, program.outputs, program.checks
-        numbers = [i for i, s in enumerate(call.operands) if s is None]
-        starts = call.starts()
-        if starts is not None:
-            with jax.enable_x64(True):
-                starts = jax.device_put(starts, devices.device(call.device))
+        """The function kept for this signature: launches the program and wraps the results."""
+        launch, outputs, messages = self._launcher(program, call), program.outputs, program.checks
         # a storage's position among the owners is its rank among the storages
         rank = {i: n for n, i in enumerate(i for i, s in enumerate(call.operands) if s is not None)}
         writes = [(rank[i], spec) for i, spec in program.writes]
-        random, op, wrap, store, note = program.random, self.op, _C.wrap, _C.store, devices.note
-        count = len(outputs)
+        op, wrap, store, name = self.op, _C.wrap, _C.store, name_of(self.op)
 
-        if count == 1 and not (writes or messages or random or program.nested[0] or isinstance(outputs[0], Constant)):
+        if len(outputs) == 1 and not (writes or messages or program.nested[0] or isinstance(outputs[0], Constant)):
             spec = outputs[0]
 
             def simple(args: Any, kwargs: Any, operands: list[Any], owners: list[Any], device: int) -> Any:
-                for i in numbers:
-                    operands[i] = number_operand(operands[i], device)
-                if starts is not None:
-                    operands.append(starts)
-                try:
-                    value = run(*operands)[0]
-                except Exception as error:
-                    raise translate(error, op, device) from error
-                note(device, value)
+                values = launch(args, kwargs, operands, device)
                 if modes.blocking:
-                    block(op, [value], device)
-                return wrap(spec, value, device)
+                    block(op, values, device)
+                return wrap(spec, values[0], device)
 
             return simple
 
@@ -270,20 +291,9 @@ class Kernel:
         names = self.names
 
         def general(args: Any, kwargs: Any, operands: list[Any], owners: list[Any], device: int) -> Any:
-            for i in numbers:
-                operands[i] = number_operand(operands[i], device)
-            if starts is not None:
-                operands.append(starts)
-            if random:
-                operands.append(seed_operand(find_generator(args, kwargs), device))
-            try:
-                values = run(*operands)
-            except Exception as error:
-                raise translate(error, op, device) from error
-            if values:
-                note(device, values[-1])  # the results of a program become ready together
+            values = launch(args, kwargs, operands, device)
             if messages:
-                checks.note(values[-1], messages, name_of(op))
+                checks.note(values[-1], messages, name)
             if modes.blocking:
                 block(op, values, device)
             for n, (place, spec) in enumerate(writes):
@@ -314,12 +324,11 @@ def block(op: OpOverload, values: list[Any], device: int) -> None:
     checks.raise_failed()
 
 
-def seed_operand(generator: torch.Generator | None, device: int) -> np.ndarray:
-    """Four words for a program's PRNG: seed and offset, of draws reserved from the generator."""
+def reserve_seed(generator: torch.Generator | None, device: int) -> tuple[int, int]:
+    """(seed, offset) for a program's PRNG, of draws reserved from the generator."""
     if generator is not None and generator.device.type != "tpu":
         raise RuntimeError(f"Expected a 'tpu' device type for generator but found '{generator.device.type}'")
-    seed, offset = _C.reserve_draws(generator, device, 1)
-    return np.array([seed, offset], np.uint64).view(np.uint32)
+    return _C.reserve_draws(generator, device, 1)
 
 
 def find_generator(args: Any, kwargs: Any) -> torch.Generator | None:

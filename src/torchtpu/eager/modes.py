@@ -1,5 +1,6 @@
 """Execution modes of the eager device.
 
+* ``fused``: operators are recorded and run together, as one program, when a value is needed. Nothing has to be called.
 * ``strict``: every operator is one program, enqueued at once; Python does not wait for it.
 * ``debug``: the same, but Python waits for each operator, so that an error surfaces on the line that caused it.
 
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 
 __all__ = ["MODES", "get_mode", "set_eager_mode", "set_mode"]
 
-MODES = ("strict", "debug")
+MODES = ("fused", "strict", "debug")
 
 
 def _checked(mode: str) -> str:
@@ -24,9 +25,11 @@ def _checked(mode: str) -> str:
     return mode
 
 
-_mode = _checked(os.environ.get("TORCHTPU_EAGER_MODE", "strict"))
+_mode = _checked(os.environ.get("TORCHTPU_EAGER_MODE", "fused"))
 blocking = _mode == "debug"
 """True when every operator is waited for; read by the dispatch path."""
+fused = _mode == "fused"
+"""True when operators are recorded; read by the dispatch path."""
 
 
 def get_mode() -> str:
@@ -40,9 +43,13 @@ def set_mode(mode: str) -> None:
     Raises:
         ValueError: there is no such mode.
     """
-    global _mode, blocking
-    _mode = _checked(mode)
-    blocking = mode == "debug"
+    global _mode, blocking, fused
+    _checked(mode)
+    if fused and mode != "fused":
+        from torchtpu.eager import trace
+
+        trace.flush_all()
+    _mode, blocking, fused = mode, mode == "debug", mode == "fused"
 
 
 @contextlib.contextmanager

@@ -9,12 +9,14 @@ PyTorch's own meta kernel; a lowering that disagrees is reported as a bug.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from torchtpu.lowering.apply import apply, short_name
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import to_jax, to_torch
 from torchtpu.lowering.promotion import cast
+from torchtpu.runtime.compiler import compile_program
 
 __all__ = ["Call", "Constant", "Meta", "Program", "describe", "trace_function"]
 
@@ -182,25 +185,77 @@ def describe_values(values: Sequence[Any]) -> Described:
     return Described(tuple(d.leaf(x, False) for x in values), {}, d.operands, d.windows)
 
 
-@dataclass
 class Program:
-    """A compiled call.
+    """What a call computes, traced but not compiled: to be compiled alone, or recorded and compiled with others.
 
     Attributes:
-        run: the compiled callable: storage values and numbers, then the starts, then the random seed -> arrays.
+        uid: a number of its own; what a trace is recognised by.
+        name: the operator, for messages.
+        function: on flat arrays: storage values and numbers (those that are not None), then the starts, then the seed.
+        kinds: for each operand, how it is passed: see ``Kind``.
+        starts: how many numbers say where slices start.
+        random: whether it takes a seed.
         outputs: specs of the new tensors and constants, in order.
         writes: (operand, spec) of every storage that gets a new value.
         checks: messages and error types of the run-time checks; their values are the last array returned.
-        random: whether it takes a seed.
         nested: for each result that is not a written argument, whether it is a list.
+        results, result_types, input_types: number of arrays returned, and the abstract values of all arrays.
+        describes: shapes and dtypes of the storages it reads, for messages.
     """
 
-    run: Callable[..., Any]
-    outputs: list[Any]
-    writes: list[tuple[int, Any]]
-    checks: tuple[tuple[str, type[Exception]], ...]
-    random: bool
-    nested: list[bool]
+    _uids = itertools.count()
+
+    def __init__(self, call: Call, closed: Any, notes: dict[str, Any]) -> None:
+        self.uid = next(Program._uids)
+        self.name = name_of(call.op)
+        self.function = jax.extend.core.jaxpr_as_fun(closed)
+        self.random = notes["random"]
+        self.starts = sum(len(w.starts) for w in call.windows if not w.plan.static)
+        self.outputs = [output_spec(m) for m in notes["outputs"]]
+        self.writes = [(i, storage_spec(cast_storage(call.operands[i]))) for i in notes["writes"]]
+        self.checks = notes["checks"]
+        self.nested = notes["nested"]
+        self.results = len(closed.out_avals)
+        self.result_types = list(closed.out_avals)
+        self.input_types = [v.aval for v in closed.jaxpr.invars]
+        self.kinds = list(_kinds(call, self.input_types))
+        self.describes = [f"{s.dtype}{list(s.shape)}".removeprefix("torch.") for s in call.operands if s is not None]
+        self.run: Callable[..., Any] | None = None
+
+    def compiled(self, operands: Sequence[Any], device: jax.Device) -> Callable[..., Any]:
+        """The program compiled alone: takes all operands in order, returns its arrays."""
+        if self.run is None:
+            function = self.function
+
+            def alone(*given: Any) -> Any:
+                return function(*(x for x in given if x is not None))
+
+            self.run = compile_program(alone, operands, device, self.name)
+        return self.run
+
+
+class Kind:
+    """How an operand reaches a recorded program."""
+
+    ARRAY, ABSENT, FLOAT, INTEGER, COMPLEX = range(5)
+
+
+def _kinds(call: Call, types: Sequence[Any]) -> Iterator[int]:
+    position = 0
+    for storage in call.operands:
+        if storage is not None:
+            yield Kind.ABSENT if storage.uninitialised else Kind.ARRAY
+            position += not storage.uninitialised
+        else:
+            kind = np.dtype(types[position].dtype).kind
+            yield {"f": Kind.FLOAT, "c": Kind.COMPLEX}.get(kind, Kind.INTEGER)
+            position += 1
+
+
+def cast_storage(storage: Storage | None) -> Storage:
+    """The storage behind an operand that is written."""
+    assert storage is not None
+    return storage
 
 
 @dataclass(frozen=True)

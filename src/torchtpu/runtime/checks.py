@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from torchtpu.lowering.context import OK
 
-__all__ = ["note", "raise_failed"]
+__all__ = ["note", "on_demand", "raise_failed"]
 
 _LIMIT = 64
 
@@ -33,6 +34,13 @@ class _Pending:
 
 _pending: deque[_Pending] = deque()
 _lock = threading.Lock()
+_compute: Callable[[Any], Any] = np.asarray
+
+
+def on_demand(compute: Callable[[Any], Any]) -> None:
+    """Say how to get the array behind values that have not been computed when they were noted."""
+    global _compute
+    _compute = compute
 
 
 def note(values: jax.Array, messages: tuple[tuple[str, type[Exception]], ...], operator: str) -> None:
@@ -56,7 +64,7 @@ def raise_failed(*, wait: bool = True) -> None:
             if not _pending or not (wait or len(_pending) > 4 * _LIMIT or _pending[0].values.is_ready()):
                 return
             entry = _pending.popleft()
-        values = np.asarray(entry.values)
+        values = np.asarray(_compute(entry.values))
         for value, (message, error) in zip(values, entry.messages, strict=True):
             if value != OK:
                 _pending.clear()

@@ -40,7 +40,7 @@ statistics = Statistics()
 
 
 def compile_program(
-    function: Callable[..., Any], operands: Sequence[Any], device: jax.Device, name: str
+    function: Callable[..., Any], operands: Sequence[Any], device: jax.Device, name: str, donate: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """Trace ``function`` on the operands' types and compile it for ``device``.
 
@@ -49,6 +49,7 @@ def compile_program(
         operands: arrays (or None for operands the program does not read).
         device: where the program runs and its results live.
         name: what is compiled, for the progress line.
+        donate: positions of operands whose memory the results may take; the arrays given there are gone afterwards.
 
     Returns:
         A callable of the operands; it enqueues the program and returns its results.
@@ -58,7 +59,8 @@ def compile_program(
     """
     start = time.perf_counter()
     with jax.enable_x64(True):
-        lowered = jax.jit(function, out_shardings=SingleDeviceSharding(device)).trace(*operands).lower()
+        jitted = jax.jit(function, out_shardings=SingleDeviceSharding(device), donate_argnums=donate)
+        lowered = jitted.trace(*operands).lower()
     compiled = _wait_for(_in_thread(lowered.compile), name)
     statistics.compiles += 1
     statistics.compile_seconds += time.perf_counter() - start

@@ -1,0 +1,214 @@
+"""Compiled traces, found by what was recorded."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from torchtpu.eager.program import Kind, Program
+from torchtpu.runtime import devices
+from torchtpu.runtime.compiler import compile_program
+from torchtpu.runtime.compiler import statistics as compiler_statistics
+
+if TYPE_CHECKING:
+    from torchtpu.eager.trace import Trace
+
+__all__ = ["RecompileWarning", "TraceCache"]
+
+Run = Callable[..., dict[int, Any]]
+
+
+class RecompileWarning(UserWarning):
+    """A trace was compiled anew although it nearly equals an earlier one."""
+
+
+@dataclass
+class _Variant:
+    """One executable of a trace: which results it returns and which arrays it takes over."""
+
+    wanted: frozenset[int]
+    donated: frozenset[int]
+    run: Run
+
+
+@dataclass
+class _Known:
+    """A trace that has been compiled."""
+
+    programs: list[Program]
+    variants: list[_Variant] = field(default_factory=list)
+
+
+class TraceCache:
+    """Finds the executable of a trace, or compiles it and says why it had to."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, ...], _Known] = {}
+        self.by_head: dict[int, deque[list[Program]]] = {}
+        self.counts: Counter[str] = Counter()
+        self.misses: deque[str] = deque(maxlen=32)
+
+    def find(self, trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> Run:
+        """The executable for a trace.
+
+        Args:
+            trace: what was recorded.
+            wanted: numbers of the results that something refers to.
+            free: positions of the arrays that nothing but the trace refers to.
+
+        Returns:
+            A function of (arrays, floats, integers, seeds) that enqueues the program and returns {result number: array}.
+        """
+        self.counts["flushes"] += 1
+        self.counts["operators"] += len(trace.programs)
+        key = (trace.device, *trace.signature)
+        known = self.known.get(key)
+        need, may = frozenset(wanted), frozenset(free)
+        if known is not None:
+            for variant in known.variants:
+                # Computing more than is needed is cheaper than compiling again; taking over what is still in use is not allowed.
+                if variant.donated <= may and need <= variant.wanted:
+                    self.counts["cache_hits"] += 1
+                    return variant.run
+        self._explain(trace, known)
+        donated = _donations(trace, wanted, free)
+        run = _build(trace, wanted, donated)
+        if known is None:
+            known = self.known[key] = _Known(list(trace.programs))
+            self.by_head.setdefault(trace.programs[0].uid, deque(maxlen=8)).append(known.programs)
+        known.variants.append(_Variant(need, frozenset(donated), run))
+        return run
+
+    def _explain(self, trace: Trace, known: _Known | None) -> None:
+        """Note why a trace is compiled; warn if a nearly equal one has been compiled before."""
+        length = len(trace.programs)
+        if known is not None:
+            self.misses.append(f"{length} operators seen before, but other results of them are still referenced")
+            return
+        best: tuple[int, list[Program]] | None = None
+        for earlier in self.by_head.get(trace.programs[0].uid, ()):
+            same = sum(a is b for a, b in zip(earlier, trace.programs, strict=False))
+            if best is None or same > best[0]:
+                best = same, earlier
+        if best is None or best[0] < 0.5 * max(length, len(best[1])):
+            self.misses.append(f"{length} operators not seen before, the first is {trace.programs[0].name}")
+            return
+        reason = _difference(best[1], trace.programs)
+        self.misses.append(reason)
+        if best[0] >= 0.9 * max(length, len(best[1])):
+            warnings.warn(f"torchtpu compiles again: {reason}", RecompileWarning, stacklevel=2)
+
+    def statistics(self) -> dict[str, Any]:
+        """The counters, and the reasons of the latest compiles of traces."""
+        return {
+            "compiles": compiler_statistics.compiles,
+            "compile_seconds": compiler_statistics.compile_seconds,
+            "cache_hits": self.counts["cache_hits"],
+            "flushes": self.counts["flushes"],
+            "operators": self.counts["operators"],
+            "misses": list(self.misses),
+        }
+
+
+def _difference(earlier: list[Program], now: list[Program]) -> str:
+    """Where two traces part, in words."""
+    for i, (a, b) in enumerate(zip(earlier, now, strict=False)):
+        if a is b:
+            continue
+        place = f"operator {i + 1} of {len(now)}"
+        if a.name != b.name:
+            return f"{place} is {b.name} where it was {a.name}"
+        if a.describes != b.describes:
+            return f"{place}, {b.name}, got {', '.join(b.describes)} where it had {', '.join(a.describes)}"
+        return f"{place}, {b.name}, was called with other constant arguments"
+    if len(earlier) != len(now):
+        return f"{len(now)} operators where there were {len(earlier)}"
+    return "the same operators on other results of each other"
+
+
+def _donations(trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the arrays nobody needs afterwards, those whose memory a result of the same type can take."""
+    room: Counter[Any] = Counter()
+    results = [t for p in trace.programs for t in p.result_types]
+    for i in wanted:
+        room[results[i].shape, results[i].dtype] += 1
+    donated = []
+    for i in free:
+        kind = trace.arrays[i].shape, trace.arrays[i].dtype
+        if room[kind]:
+            room[kind] -= 1
+            donated.append(i)
+    return tuple(donated)
+
+
+def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> Run:
+    """Compile a trace."""
+    programs, signature = list(trace.programs), list(trace.signature)
+    count = len(trace.arrays)
+
+    def fused(floats: jax.Array, integers: jax.Array, seeds: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        results: list[jax.Array] = []
+        reader = _Reader(signature, floats, integers, seeds, arrays)
+        for program in programs:
+            results.extend(program.function(*reader.operands(program, results)))
+        return [results[i] for i in wanted]
+
+    examples = [
+        np.zeros(len(trace.floats)),
+        np.zeros(len(trace.integers), np.int64),
+        np.zeros((len(trace.seeds), 4), np.uint32),
+        *trace.arrays,
+    ]
+    name = f"{len(programs)} operators"
+    given = tuple(3 + i for i in donated)
+    compiled = compile_program(fused, examples, devices.device(trace.device), name, donate=given)
+    assert count == len(examples) - 3
+
+    def run(arrays: list[Any], floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> dict[int, Any]:
+        with jax.enable_x64(True):
+            return dict(zip(wanted, compiled(floats, integers, seeds, *arrays), strict=True))
+
+    return run
+
+
+class _Reader:
+    """Reads a signature back: the operands of each program in turn."""
+
+    def __init__(self, signature: list[int], floats: Any, integers: Any, seeds: Any, arrays: Any) -> None:
+        self.items: Iterator[int] = iter(signature)
+        self.floats, self.integers, self.seeds, self.arrays = floats, integers, seeds, arrays
+        self.float = self.integer = self.seed = 0
+
+    def operands(self, program: Program, results: list[jax.Array]) -> list[jax.Array]:
+        """What ``program.function`` takes."""
+        next(self.items)  # the program itself
+        found: list[jax.Array] = []
+        for kind in program.kinds:
+            if kind == Kind.ABSENT:
+                continue
+            if kind == Kind.FLOAT:
+                found.append(self.floats[self.float])
+                self.float += 1
+            elif kind == Kind.INTEGER:
+                found.append(self.integers[self.integer])
+                self.integer += 1
+            else:
+                item = next(self.items)
+                found.append(results[item] if item >= 0 else self.arrays[-1 - item])
+        if program.starts:
+            found.append(self.integers[self.integer : self.integer + program.starts])
+            self.integer += program.starts
+        if program.random:
+            found.append(self.seeds[self.seed])
+            self.seed += 1
+        return [
+            jnp.asarray(x, t.dtype) if x.dtype != t.dtype else x
+            for x, t in zip(found, program.input_types, strict=True)
+        ]

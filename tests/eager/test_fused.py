@@ -1,0 +1,189 @@
+"""Fused mode: what is recorded, when it runs, and that a loop compiles once."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import torchtpu  # noqa: F401
+from torchtpu.eager.cache import RecompileWarning
+from torchtpu.runtime.compiler import statistics
+
+
+@pytest.fixture(autouse=True)
+def mode():
+    """These tests are about one mode."""
+    with torch.tpu.set_eager_mode("fused"):
+        yield "fused"
+
+
+def test_a_chain_is_one_program_and_runs_when_read():
+    x = torch.arange(8.0, device="tpu")
+    torch.tpu.synchronize()
+    before = torch.tpu.compile_stats()
+    y = ((x * 2 + 1).sin().relu() - 3).sum()
+    assert torch.tpu.compile_stats()["flushes"] == before["flushes"]
+    y.item()
+    after = torch.tpu.compile_stats()
+    assert after["flushes"] == before["flushes"] + 1
+    assert after["operators"] == before["operators"] + 6
+    assert after["compiles"] == before["compiles"] + 1
+
+
+def train(make, steps: int, device: str = "tpu", scaler: bool = False, accumulate: int = 1):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.0), torch.nn.GELU(), torch.nn.Linear(8, 3))
+    model.to(device)
+    optimizer = make(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps + 1, cycle_momentum=False)
+    scale = torch.amp.GradScaler(device, enabled=scaler)
+    data = torch.linspace(-1, 1, 24).reshape(4, 6).to(device)
+    compiles, losses = [], []
+    for _ in range(steps):
+        for _ in range(accumulate):
+            loss = model(data).square().mean()
+            scale.scale(loss).backward()
+        scale.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scale.step(optimizer)
+        scale.update()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        compiles.append(statistics.compiles)
+    return losses, compiles
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW per tensor": lambda p: torch.optim.AdamW(p, foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "RMSprop": lambda p: torch.optim.RMSprop(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_training_compiles_nothing_after_the_second_step(name):
+    losses, compiles = train(OPTIMIZERS[name], 8)
+    assert compiles[2:] == [compiles[2]] * 6
+    expected, _ = train(OPTIMIZERS[name], 8, "cpu")
+    assert losses == pytest.approx(expected, rel=1e-3)
+
+
+def test_scaler_and_accumulation_compile_nothing_after_the_second_step():
+    losses, compiles = train(OPTIMIZERS["SGD"], 7, scaler=True, accumulate=3)
+    assert compiles[2:] == [compiles[2]] * 5
+    expected, _ = train(OPTIMIZERS["SGD"], 7, "cpu", scaler=True, accumulate=3)
+    assert losses == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_loop_that_never_reads_a_value_is_cut_into_equal_pieces():
+    weight = torch.eye(4, device="tpu")
+    x = torch.ones(4, device="tpu")
+    for k in range(3000):
+        x = weight @ x + k % 2
+        if k == 1500:
+            before = statistics.compiles
+    assert statistics.compiles <= before + 1
+    assert x[0].item() == 1 + 1500
+
+
+def test_only_what_is_referenced_is_returned_and_old_buffers_are_reused():
+    x = torch.zeros(1 << 20, device="tpu")
+    torch.tpu.synchronize()
+    pointers = set()
+    for _ in range(4):
+        x.add_(1)
+        torch.tpu.synchronize()
+        from torchtpu import _C
+
+        pointers.add(_C.get_value(x)[0].unsafe_buffer_pointer())
+    assert len(pointers) == 1  # the sum was written where the addend had been
+    assert x.sum().item() == 4 * (1 << 20)
+
+
+def test_shared_values_are_not_given_away():
+    x = torch.zeros(1000, device="tpu")
+    y = x.clone()
+    z = x.detach().clone()
+    torch.tpu.synchronize()
+    x.add_(1)
+    torch.tpu.synchronize()
+    assert (x.sum().item(), y.sum().item(), z.sum().item()) == (1000, 0, 0)
+
+
+def test_recompiles_say_why():
+    def run(n: int) -> None:
+        x = torch.ones(n, device="tpu")
+        for _ in range(30):
+            x = x * 1.5 + 1
+        x.sum().item()
+
+    w = torch.ones(4, device="tpu")
+
+    def variant(dim: int) -> None:
+        x = w
+        for _ in range(30):
+            x = x * 1.5 + 1
+        x.softmax(0).reshape(2, 2).sum(dim).tolist()
+
+    run(4)
+    variant(0)
+    with pytest.warns(RecompileWarning, match=r"operator \d+ of \d+.*sum"):
+        variant(1)
+    assert any("sum" in m for m in torch.tpu.compile_stats()["misses"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecompileWarning)
+        variant(1)
+
+
+def test_memory_stays_flat_over_a_long_loop():
+    x = torch.ones(64, 64, device="tpu")
+    loss = torch.zeros((), device="tpu")
+    for _ in range(300):
+        loss = loss * 0.5 + (x * 2).sum()
+    loss.item()
+    gc.collect()
+    start = torch.tpu.memory_allocated()
+    objects = len(gc.get_objects())
+    for _ in range(3000):
+        loss = loss * 0.5 + (x * 2).sum()
+    loss.item()
+    gc.collect()
+    assert torch.tpu.memory_allocated() == start
+    assert len(gc.get_objects()) < objects + 2000
+
+
+def test_an_exception_in_the_middle_loses_nothing():
+    x = torch.ones(3, device="tpu")
+    y = x + 1
+    with pytest.raises(RuntimeError):
+        y @ torch.ones(4, device="tpu")
+    assert_close((y * 2).cpu(), torch.full((3,), 4.0))
+
+
+def test_a_failed_program_says_so_where_its_values_are_read():
+    huge = torch.empty(1 << 42, device="tpu")
+    total = huge.fill_(1.0).sum()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.tpu.synchronize()
+    with pytest.raises(torch.OutOfMemoryError):
+        total.item()
+    assert torch.ones(2, device="tpu").sum().item() == 2
+
+
+def test_random_numbers_do_not_depend_on_the_mode():
+    torch.manual_seed(5)
+    a = torch.randn(7, device="tpu"), torch.nn.functional.dropout(torch.ones(50, device="tpu"), 0.5)
+    with torch.tpu.set_eager_mode("strict"):
+        torch.manual_seed(5)
+        b = torch.randn(7, device="tpu"), torch.nn.functional.dropout(torch.ones(50, device="tpu"), 0.5)
+    assert_close(a, b)
