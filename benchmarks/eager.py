@@ -21,16 +21,18 @@ import torch
 
 import torchtpu
 from benchmarks.measure import Measure, markdown
-from benchmarks.models import MODELS, measure_minilm, measure_models
+from benchmarks.models import MODELS, measure_minilm, measure_models, measure_training
 from benchmarks.operators import measure_operators
 from benchmarks.process import measure_import, measure_transfer
 
 SECTIONS: dict[str, tuple[str, tuple[str, str]]] = {
     "import": ("`import torch`", ("with the device", "without")),
-    "operators": ("Host time of a small operator", ("tpu", "PyTorch CPU")),
+    "operators": ("Host time of a small operator, strict mode", ("tpu", "PyTorch CPU")),
+    "recording": ("Host time of a small operator, fused mode", ("tpu", "PyTorch CPU")),
     "minilm": ("A real model", ("tpu", "PyTorch CPU")),
     "transfer": ("Moving parameters", ('`.to("tpu")`', "`torch.clone`")),
     "models": ("Transformers models, small configurations", ("tpu", "PyTorch CPU")),
+    "training": ("A larger model", ("tpu", "the other")),
 }
 
 
@@ -44,10 +46,12 @@ def main() -> None:
     quick = options.quick
     run: dict[str, Callable[[], list[Measure]]] = {
         "import": lambda: measure_import(2 if quick else 9),
-        "operators": lambda: measure_operators(50 if quick else 300, 2 if quick else 9),
+        "operators": lambda: measure_operators("strict", 50 if quick else 300, 2 if quick else 9),
+        "recording": lambda: measure_operators("fused", 50 if quick else 300, 2 if quick else 9),
         "minilm": measure_minilm,
         "transfer": lambda: measure_transfer(1 if quick else 3),
         "models": lambda: measure_models(options.models, 2 if quick else 7),
+        "training": lambda: measure_training(2 if quick else 7),
     }
     versions = f"torch {torch.__version__}, jax {jax.__version__}, Python {platform.python_version()}"
     system = f"{versions}, {os.cpu_count()} CPU cores"

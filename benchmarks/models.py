@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.measure import Measure, interleave
 
-__all__ = ["MODELS", "measure_minilm", "measure_models"]
+__all__ = ["MODELS", "measure_minilm", "measure_models", "measure_training"]
 
 Inputs = dict[str, torch.Tensor]
 
@@ -211,4 +211,27 @@ def measure_models(names: list[str], rounds: int = 7) -> list[Measure]:
             measure.note = f"first call {first:.1f} s"
             found.append(measure)
             print(f"{measure.name}: {measure.ratio:.2f}, {measure.note}", file=sys.stderr, flush=True)
+    return found
+
+
+def measure_training(rounds: int = 7) -> list[Measure]:
+    """A larger Llama against PyTorch CPU, and against the same written by hand in JAX on the same XLA:CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks import jax_llama
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**jax_llama.SIZES, use_cache=False))
+    ids = torch.randint(0, jax_llama.VOCAB, (jax_llama.BATCH, jax_llama.SEQ))
+    inputs = {"input_ids": ids, "labels": ids}
+    ours = _side(copy.deepcopy(model), inputs, "tpu")
+    found = []
+    for other, theirs in (
+        ("PyTorch CPU", _side(model, inputs, "cpu")),
+        ("hand-written JAX", jax_llama.forward_and_step()),
+    ):
+        for what, a, b in zip(("forward", "training step"), ours, theirs, strict=True):
+            a(), b(), a(), b()  # two steps until nothing compiles any more
+            found.append(interleave(f"Llama 4 x 256, 2048 tokens, {what}, against {other}", a, b, rounds=rounds))
+            print(f"{found[-1].name}: {found[-1].ratio:.2f}", file=sys.stderr, flush=True)
     return found

@@ -63,6 +63,7 @@ class Record:
     where: str = ""
     stride: str = ""
     fallbacks: list[str] = field(default_factory=list)
+    limit: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, without those that say nothing."""
@@ -187,6 +188,7 @@ def _origin(error: BaseException) -> str:
 def run_cases(record: Record, cases: Iterable[Case], tolerance: Tolerance, limit: int | None) -> Record:
     """Run an entry's cases and fill its record."""
     start = time.perf_counter()
+    record.limit = limit or 0
     before = torch.tpu.fallbacks()
     first: Exception | None = None
     refused = 0

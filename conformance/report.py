@@ -117,11 +117,17 @@ def _notes(results: dict[Task, dict[str, Any]]) -> list[str]:
     forward = [r for k, r in results.items() if k[0] == "ops"]
     cases = sum(r["cases"] for r in results.values())
     reference = sum(r.get("by_reference", 0) for r in results.values())
+    partial = sum(1 for r in results.values() if r.get("limit") and r["cases"] >= r["limit"])
     strides = sum(1 for r in forward if r.get("strides"))
     return [
         f"{cases:,} comparisons; {reference:,} low precision results differ from the CPU's by more than the tolerance "
         "and pass because they are at least as near to the double-precision result. Strides differ from the CPU's in "
         f"{strides} of {len(forward)} forward pairs (PyTorch's meta kernels decide ours).",
+        *(
+            [f"{partial:,} of {len(results):,} records hold an entry's first cases only (`--limit`)."]
+            if partial
+            else []
+        ),
         "",
     ]
 

@@ -51,7 +51,12 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHTPU_PLATFORM": os.environ.get("TORCHTPU_PLATFORM", "cpu")},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "TORCHTPU_EAGER_MODE": "strict",
+                "TORCHTPU_PLATFORM": os.environ.get("TORCHTPU_PLATFORM", "cpu"),
+            },
         )
 
     def ask(self, task: Task, limit: int, timeout: float) -> dict[str, Any]:

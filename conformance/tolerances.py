@@ -41,6 +41,13 @@ class Override:
 
 OVERRIDES: tuple[Override, ...] = (
     Override(r"Muon\..*", (_F32,), 1e-3, 1e-4, "it orthogonalises in bfloat16, which PyTorch CPU rounds more often"),
+    Override(
+        r"nn\.CTCLoss",
+        (_F32,),
+        5e-3,
+        1e-4,
+        "log-likelihoods near -150 carry 1e-5 of rounding a step, on the CPU as well",
+    ),
 )
 
 REFERENCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.complex32, torch.complex64)
@@ -72,7 +79,10 @@ HOST_ARGUMENTS = {"tensor_split": "its indices decide sizes, so PyTorch wants th
 CPU_IGNORES_STRIDES = ("nn.functional.gelu", "narrow_copy", "nn.functional.avg_pool3d")
 """Entries whose CPU kernel writes a strided ``out`` as if it were contiguous: there is no right answer to compare."""
 
-UNSUPPORTED: dict[str, str] = {}
+UNSUPPORTED: dict[str, str] = {
+    r".*:complex32|chalf|(complex|view_as_complex):float16": "XLA has no complex type of two float16",
+    r"sparse\..*|to_sparse": "sparse tensors have no storage on the device yet",
+}
 """Entries (``name`` or ``name:dtype``) that the device refuses by design, with the reason."""
 
 

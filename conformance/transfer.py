@@ -59,7 +59,7 @@ def to_device(tree: Any) -> Any:
     seen: dict[int, torch.Tensor] = {}
 
     def leaf(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and x.device.type == "cpu":
             if id(x) not in seen:
                 seen[id(x)] = _moved(x, storages)
             return seen[id(x)]
@@ -75,7 +75,10 @@ def to_device(tree: Any) -> Any:
 def copied(tree: Any) -> Any:
     """The same tree on the CPU, in new storages."""
     storages: dict[int, torch.Tensor] = {}
-    return tree_map(lambda x: _moved(x, storages, device="cpu") if isinstance(x, torch.Tensor) else x, tree)
+    return tree_map(
+        lambda x: _moved(x, storages, device="cpu") if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x,
+        tree,
+    )
 
 
 def upcast(tree: Any) -> Any:

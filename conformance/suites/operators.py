@@ -58,8 +58,9 @@ def _sample_is_random(info: Any, sample: Any) -> bool:
 
 def essence(info: Any, sample: Any) -> Callable[[Any], Any]:
     """What of a result is unique, for results that differ: asked only then."""
-    if info.name in ("kthvalue", "topk"):
-        dim = sample.kwargs.get("dim", sample.args[1] if len(sample.args) > 1 else -1)
+    if info.name in ("kthvalue", "topk") or (info.name == "sort" and not sample.kwargs.get("stable")):
+        position = 0 if info.name == "sort" else 1
+        dim = sample.kwargs.get("dim", sample.args[position] if len(sample.args) > position else -1)
 
         def values(result: Any) -> Any:
             """The values, and those at the indices: which of several equal elements is meant is open."""
@@ -67,6 +68,9 @@ def essence(info: Any, sample: Any) -> Callable[[Any], Any]:
             return result[0], sample.input.to(index.device).gather(dim, index)
 
         return values
+    if info.name == "argsort" and not sample.kwargs.get("stable"):
+        dim = sample.kwargs.get("dim", sample.args[0] if sample.args else -1)
+        return lambda index: sample.input.to(index.device).gather(dim, index) if index.dim() else index
     if info.name in ("native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"):
         # The saved statistics are for the backward pass of the same device. The CPU keeps them in low precision and
         # leaves them out in evaluation; the meta kernel, which decides ours, does neither.
@@ -257,9 +261,8 @@ def _views(info: Any, dtype: torch.dtype) -> Cases:
 
     def run(input: Any, args: Any, kwargs: Any) -> Any:
         out = info.op(input, *args, **kwargs)
-        sources = {
-            t.untyped_storage()._cdata: t for t in tree_leaves((input, args, kwargs)) if isinstance(t, torch.Tensor)
-        }
+        given = [t for t in tree_leaves((input, args, kwargs)) if isinstance(t, torch.Tensor)]
+        sources = {t.untyped_storage()._cdata: t for t in given if t.device == input.device}
         shared = []
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.layout is torch.strided:

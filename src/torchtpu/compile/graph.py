@@ -52,7 +52,7 @@ class GraphProgram:
             tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "tpu"]
             if sum(prepare_storage(t) for t in tensors):
                 key, operands, _, device = _C.flatten(self.handle, inputs, {})
-            run = self.programs[key] = self._build(inputs, operands, device)
+            run = self.programs[key] = self._build(inputs, [force(x) for x in operands], device)
         return run([force(x) for x in operands], device)
 
     def _build(self, inputs: tuple[Any, ...], operands: list[Any], device: int) -> Callable[..., Any]:

@@ -221,8 +221,8 @@ def compile_stats() -> dict[str, Any]:
     """What this process has compiled and why.
 
     Returns:
-        ``compiles`` and ``compile_seconds`` of all programs; of fused mode: ``flushes`` (traces run), ``cache_hits`` (those that had
-        been compiled), ``operators`` recorded, and ``misses``, the reasons of the latest compiles.
+        ``compiles`` and ``compile_seconds`` of all programs; of fused mode: ``flushes`` (traces run), ``cache_hits``
+        (those that had been compiled), ``operators`` recorded, and ``misses``, the reasons of the latest compiles.
     """
     from torchtpu.eager import trace
 
@@ -230,7 +230,7 @@ def compile_stats() -> dict[str, Any]:
 
 
 def set_eager_mode(mode: str) -> Any:
-    """Context manager: run a block in an eager mode ("fused", "strict", "debug"). `torch.tpu.eager_mode = ...` sets it."""
+    """Context manager: run a block in eager mode "fused", "strict" or "debug". `torch.tpu.eager_mode = ...` sets it."""
     from torchtpu.eager import modes
 
     return modes.set_eager_mode(mode)

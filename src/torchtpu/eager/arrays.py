@@ -85,8 +85,8 @@ def from_host(tensor: torch.Tensor, device: int) -> jax.Array:
     change passes a clone.
     """
     tensor = tensor.detach()
-    bits = _bits(tensor.dtype)
-    host = tensor.view(bits).numpy().view(to_jax(tensor.dtype)) if bits is not None else tensor.numpy()
+    bits, dtype = _bits(tensor.dtype), to_jax(tensor.dtype)
+    host = tensor.view(bits).numpy().view(dtype) if bits is not None else tensor.numpy()
     with jax.enable_x64(True):
         return jax.device_put(host, devices.device(device))
 

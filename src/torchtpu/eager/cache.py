@@ -64,7 +64,7 @@ class TraceCache:
             free: positions of the arrays that nothing but the trace refers to.
 
         Returns:
-            A function of (arrays, floats, integers, seeds) that enqueues the program and returns {result number: array}.
+            A function of (arrays, floats, integers, seeds) that enqueues the program: {result number: array}.
         """
         self.counts["flushes"] += 1
         self.counts["operators"] += len(trace.programs)
@@ -73,7 +73,7 @@ class TraceCache:
         need, may = frozenset(wanted), frozenset(free)
         if known is not None:
             for variant in known.variants:
-                # Computing more than is needed is cheaper than compiling again; taking over what is still in use is not allowed.
+                # Computing more than is needed is cheaper than compiling again; memory still in use must not be taken.
                 if variant.donated <= may and need <= variant.wanted:
                     self.counts["cache_hits"] += 1
                     return variant.run

@@ -189,7 +189,7 @@ class Kernel:
         return metas_of(fresh), resized
 
     def _fit_outs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Let the CPU judge outs of another dtype than the result, and resize those of another size; whether any was."""
+        """Let the CPU judge outs of another dtype than the result; resize those of another size and say if any was."""
         assert self.derived is not None
         dropped = self.derived.dropped
         try:
@@ -218,7 +218,7 @@ class Kernel:
         return program
 
     def _examples(self, call: Call, operands: list[Any]) -> list[Any]:
-        """Operands in the form in which a program of its own takes them; for tracing, their types are all that matters."""
+        """Operands in the form in which a program of its own takes them; for tracing, their types are what matters."""
         examples: list[Any] = []
         for storage, x in zip(call.operands, operands, strict=True):
             if storage is None:
@@ -377,6 +377,8 @@ class _Dynamic:
         if self.derived is not None:
             given = dict(zip(self.names, args, strict=False)) | kwargs
             for name, new in zip(self.derived.written, tensors, strict=True):
+                if given[name].dtype is not new.dtype:
+                    raise_as_cpu(self.op, args, kwargs)
                 if given[name].shape != new.shape:
                     given[name].resize_(new.shape)
                 given[name].copy_(new)

@@ -35,7 +35,8 @@ _NOT_PROGRAMS = {
         "resolve_neg",
         "_conj",
         "_neg_view",
-        "_unsafe_view",  # shares memory: kron.out writes through it
+        # these share memory, which PyTorch relies on: kron.out writes through _unsafe_view
+        *("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"),
         "rename",
         "clone_preserve_strides",
     ),

@@ -238,6 +238,8 @@ def kaiser_window(window_length, periodic=True, beta=12.0, dtype=None):
 
 @lowering("complex")
 def complex_(real, imag):
+    if real.dtype == np.float16:
+        raise NotImplementedError("XLA has no complex type of two float16")
     return jax.lax.complex(*jnp.broadcast_arrays(real, imag))
 
 

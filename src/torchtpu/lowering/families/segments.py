@@ -103,3 +103,37 @@ def hash_tensor(self, dim=(), keepdim=False, mode=0):
     axes = tuple(d % max(self.ndim, 1) for d in dim) if self.ndim and dim else tuple(range(self.ndim))
     out = jax.lax.reduce(bits, np.uint64(0), jax.lax.bitwise_xor, axes)
     return jnp.expand_dims(out, axes) if keepdim and self.ndim else out
+
+
+def _one_level(offsets):
+    if len(offsets) != 1:
+        raise NotImplementedError("jagged tensors with more than one ragged dimension are not supported")
+    return offsets[0].astype(np.int32)
+
+
+@lowering("_jagged_to_padded_dense_forward")
+def jagged_to_padded_dense(values, offsets, max_lengths, padding_value=0.0):
+    """Rows of ``values`` between consecutive offsets, each padded or cut to one length."""
+    starts, ends = _one_level(offsets)[:-1, None], _one_level(offsets)[1:, None]
+    at = starts + jnp.arange(max_lengths[0], dtype=np.int32)
+    padding = cast(padding_value, values.dtype)
+    if not values.shape[0]:
+        return jnp.broadcast_to(padding, (*at.shape, *values.shape[1:]))
+    rows = jnp.take(values, jnp.where(at < ends, at, 0), axis=0, mode="clip")
+    return jnp.where((at < ends).reshape(*at.shape, *(1,) * (values.ndim - 1)), rows, padding)
+
+
+@lowering("_padded_dense_to_jagged_forward", dynamic=True)
+def padded_dense_to_jagged(dense, offsets, total_L=None):
+    """The reverse: what lies beyond a row's length is dropped. The number of elements is the last offset."""
+    edges = np.asarray(_one_level(offsets))
+    total = int(edges[-1])
+    if total_L is not None and total_L != total:
+        raise RuntimeError("_padded_dense_to_jagged_forward(): final offset should match total_L value")
+    place = np.arange(total)
+    row = np.searchsorted(edges, place, side="right") - 1
+    column = place - edges[row]
+    kept = jnp.where(column < dense.shape[1], column, 0)
+    rows = dense[row.astype(np.int32), kept.astype(np.int32)]
+    beyond = jnp.asarray(column >= dense.shape[1]).reshape(-1, *(1,) * (dense.ndim - 2))
+    return jnp.where(beyond, jnp.zeros((), dense.dtype), rows)

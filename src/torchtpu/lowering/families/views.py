@@ -243,6 +243,9 @@ def diagonal_scatter(self, src, offset=0, dim1=0, dim2=1):
 @lowering("as_strided_scatter")
 def as_strided_scatter(self, src, size, stride, storage_offset=None):
     positions = _strided_positions(size, stride, storage_offset or 0)
+    last = (storage_offset or 0) + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    if positions.size and last >= self.size:
+        raise RuntimeError(f"sizes {list(size)} and strides {list(stride)} reach beyond {self.size} elements")
     return self.reshape(-1).at[positions].set(src.astype(self.dtype), mode="promise_in_bounds").reshape(self.shape)
 
 
