@@ -211,7 +211,7 @@ STEP = st.tuples(
 
 
 @settings(
-    max_examples=int(os.environ.get("TORCHTPU_VIEW_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("TORCHTPU_VIEW_EXAMPLES", "40")),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize="TORCHTPU_VIEW_EXAMPLES" not in os.environ,
