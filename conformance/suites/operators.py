@@ -261,8 +261,7 @@ def _views(info: Any, dtype: torch.dtype) -> Cases:
 
     def run(input: Any, args: Any, kwargs: Any) -> Any:
         out = info.op(input, *args, **kwargs)
-        given = [t for t in tree_leaves((input, args, kwargs)) if isinstance(t, torch.Tensor)]
-        sources = {t.untyped_storage()._cdata: t for t in given if t.device == input.device}
+        sources = {input.untyped_storage()._cdata: input}
         shared = []
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor) and t.layout is torch.strided:

@@ -25,7 +25,7 @@ from torchtpu.eager.errors import translate
 from torchtpu.eager.fallback import run_on_cpu
 from torchtpu.eager.meta import Unknown, metas_of, raise_as_cpu, run_meta
 from torchtpu.eager.preconditions import require_no_overlap, require_one_device
-from torchtpu.eager.program import Call, Constant, Program, describe, name_of, trace_function
+from torchtpu.eager.program import Call, Constant, Program, WrongOutSize, describe, name_of, trace_function
 from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
 from torchtpu.lowering.dtypes import to_jax
@@ -132,6 +132,9 @@ class Kernel:
             )
         try:
             program = self._program(call, operands, metas)
+        except WrongOutSize as wrong:
+            kwargs[wrong.name].resize_(wrong.size)
+            return self.function()(*args, **kwargs)
         except NoLowering:
             self.calls[key] = lambda a, k, *_: run_on_cpu(self.op, a, k)
             return run_on_cpu(self.op, args, kwargs)

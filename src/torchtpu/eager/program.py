@@ -33,7 +33,7 @@ from torchtpu.lowering.dtypes import to_jax, to_torch
 from torchtpu.lowering.promotion import cast
 from torchtpu.runtime.compiler import compile_program
 
-__all__ = ["Call", "Constant", "Meta", "Program", "describe", "trace_function"]
+__all__ = ["Call", "Constant", "Meta", "Program", "WrongOutSize", "describe", "trace_function"]
 
 
 @dataclass(frozen=True)
@@ -258,6 +258,14 @@ def cast_storage(storage: Storage | None) -> Storage:
     return storage
 
 
+class WrongOutSize(Exception):
+    """An out= argument has not the size of the result, which only tracing reveals where there is no meta kernel."""
+
+    def __init__(self, name: str, size: tuple[int, ...]) -> None:
+        super().__init__(f"{name} must have size {size}")
+        self.name, self.size = name, size
+
+
 @dataclass(frozen=True)
 class Constant:
     """A result that is no tensor: None, or a number known when the program is traced."""
@@ -335,6 +343,8 @@ def trace_function(
                     if not isinstance(window, Window):
                         continue
                     base = bases[window.operand]
+                    if name in derived.dropped and array.shape != window.plan.size:
+                        raise WrongOutSize(name, tuple(array.shape))
                     array = jnp.broadcast_to(array, window.plan.size) if array.shape != window.plan.size else array
                     array = cast(array, to_jax(window.dtype))
                     array = jnp.conj(array) if window.conj else array
