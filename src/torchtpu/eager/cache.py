@@ -24,6 +24,9 @@ __all__ = ["RecompileWarning", "TraceCache"]
 
 Run = Callable[..., dict[int, Any]]
 
+WARNINGS = 3
+"""Recompile warnings for traces that begin with one operator; text that grows by a token a step would give hundreds."""
+
 
 class RecompileWarning(UserWarning):
     """A trace was compiled anew although it nearly equals an earlier one."""
@@ -51,9 +54,10 @@ class TraceCache:
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, ...], _Known] = {}
-        self.by_head: dict[int, deque[list[Program]]] = {}
+        self.by_head: dict[str, deque[list[Program]]] = {}
         self.counts: Counter[str] = Counter()
         self.misses: deque[str] = deque(maxlen=32)
+        self.warned: Counter[str] = Counter()
 
     def find(self, trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> Run:
         """The executable for a trace.
@@ -82,28 +86,32 @@ class TraceCache:
         run = _build(trace, wanted, donated)
         if known is None:
             known = self.known[key] = _Known(list(trace.programs))
-            self.by_head.setdefault(trace.programs[0].uid, deque(maxlen=8)).append(known.programs)
+            self.by_head.setdefault(trace.programs[0].name, deque(maxlen=8)).append(known.programs)
         known.variants.append(_Variant(need, frozenset(donated), run))
         return run
 
     def _explain(self, trace: Trace, known: _Known | None) -> None:
-        """Note why a trace is compiled; warn if a nearly equal one has been compiled before."""
+        """Note why a trace is compiled; warn if one of the same operators has been compiled before."""
         length = len(trace.programs)
         if known is not None:
             self.misses.append(f"{length} operators seen before, but other results of them are still referenced")
             return
         best: tuple[int, list[Program]] | None = None
-        for earlier in self.by_head.get(trace.programs[0].uid, ()):
-            same = sum(a is b for a, b in zip(earlier, trace.programs, strict=False))
-            if best is None or same > best[0]:
+        for earlier in self.by_head.get(trace.programs[0].name, ()):
+            same = sum(a.name == b.name for a, b in zip(earlier, trace.programs, strict=False))
+            if best is None or same >= best[0]:  # the latest of those equally alike
                 best = same, earlier
         if best is None or best[0] < 0.5 * max(length, len(best[1])):
             self.misses.append(f"{length} operators not seen before, the first is {trace.programs[0].name}")
             return
         reason = _difference(best[1], trace.programs)
         self.misses.append(reason)
-        if best[0] >= 0.9 * max(length, len(best[1])):
-            warnings.warn(f"torchtpu compiles again: {reason}", RecompileWarning, stacklevel=2)
+        if best[0] == length == len(best[1]):  # the same operators: other sizes, or other constants
+            self.warned[trace.programs[0].name] += 1
+            often = self.warned[trace.programs[0].name]
+            if often <= WARNINGS:
+                last = " (further ones are only counted: torch.tpu.compile_stats())" if often == WARNINGS else ""
+                warnings.warn(f"torchtpu compiles again: {reason}{last}", RecompileWarning, stacklevel=2)
 
     def statistics(self) -> dict[str, Any]:
         """The counters, and the reasons of the latest compiles of traces."""
