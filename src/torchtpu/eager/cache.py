@@ -24,6 +24,8 @@ __all__ = ["RecompileWarning", "TraceCache"]
 
 Run = Callable[..., dict[int, Any]]
 
+WORTH_A_WARNING = 16
+"""Traces of fewer operators compile in no time; trying things out in a shell makes many."""
 WARNINGS = 3
 """Recompile warnings for traces that begin with one operator; text that grows by a token a step would give hundreds."""
 
@@ -106,7 +108,7 @@ class TraceCache:
             return
         reason = _difference(best[1], trace.programs)
         self.misses.append(reason)
-        if best[0] == length == len(best[1]):  # the same operators: other sizes, or other constants
+        if best[0] == length == len(best[1]) >= WORTH_A_WARNING:  # the same operators: other sizes or other constants
             self.warned[trace.programs[0].name] += 1
             often = self.warned[trace.programs[0].name]
             if often <= WARNINGS:

@@ -1,0 +1,10 @@
+"""Compile for a TPU that is not there: libtpu needs a topology's name, not its chips.
+
+    result = compile_for(lambda x: x @ x, [jax.ShapeDtypeStruct((128, 128), "float32")], "v6e:2x2")
+    assert result.ok, result.message
+"""
+
+from torchtpu.aot.compile import Compiler, Result, compile_for, lower_for_tpu
+from torchtpu.aot.topology import TOPOLOGIES, libtpu_missing
+
+__all__ = ["TOPOLOGIES", "Compiler", "Result", "compile_for", "libtpu_missing", "lower_for_tpu"]
