@@ -1,6 +1,6 @@
 """Write what works today into README.md: counted from the operator table and from a test run, never typed.
 
-    python -m pytest --junitxml=build/results.xml
+    python -m pytest  # writes build/results.xml
     python docs/generate_status.py build/results.xml
 
 The counts are kept in docs/status.json. Without a results file the table is written anew from those.

@@ -1,7 +1,11 @@
 """Compile for a TPU that is not there: libtpu needs a topology's name, not its chips.
 
+Example::
+
     result = compile_for(lambda x: x @ x, [jax.ShapeDtypeStruct((128, 128), "float32")], "v6e:2x2")
     assert result.ok, result.message
+
+``Compiler`` is the same for StableHLO text, with a life time of its own.
 """
 
 from torchtpu.aot.compile import Compiler, Result, compile_for, lower_for_tpu

@@ -36,9 +36,9 @@ VARIABLES = (
     ),
     Variable(
         "TORCHTPU_EAGER_MODE",
-        "strict",
-        "`strict` enqueues every operator without waiting; `debug` waits for each, so an error surfaces on the line "
-        "that caused it.",
+        "fused",
+        "`fused` records operators and runs them together; `strict` enqueues every operator without waiting; `debug` "
+        "waits for each, so an error surfaces on the line that caused it.",
     ),
     Variable(
         "TORCHTPU_CACHE_DIR",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -288,6 +290,25 @@ def linalg_eigh(A, UPLO="L", compute_v=True):
     return values.astype(real), vectors if compute_v else jnp.zeros((0,), A.dtype)
 
 
+def _svd(a, full_matrices: bool):
+    """(U, S, Vh). With 64-bit types on, JAX's form for TPU multiplies by an int64 matrix, which XLA:TPU refuses; so for
+    float32 it is traced with them off.
+    """
+    from jax._src.tpu.linalg.svd import svd
+
+    def with_32_bits(a):
+        with jax.enable_x64(False):
+            form = functools.partial(svd, full_matrices=full_matrices)
+            for _ in a.shape[:-2]:
+                form = jax.vmap(form)
+            return form(a)
+
+    def usual(a):
+        return tuple(_lapack.svd(a, full_matrices=full_matrices))
+
+    return jax.lax.platform_dependent(a, tpu=with_32_bits, default=usual) if a.dtype == jnp.float32 else usual(a)
+
+
 @lowering("_linalg_svd")
 def linalg_svd(A, full_matrices=False, compute_uv=True, driver=None):
     m, n = A.shape[-2:]
@@ -301,7 +322,7 @@ def linalg_svd(A, full_matrices=False, compute_uv=True, driver=None):
         u = jnp.broadcast_to(jnp.eye(m, rows, dtype=A.dtype), (*batch, m, rows))
         v = jnp.broadcast_to(jnp.eye(columns, n, dtype=A.dtype), (*batch, columns, n))
         return u, jnp.zeros((*batch, k), real), v
-    return tuple(_lapack.svd(A, full_matrices=full_matrices))
+    return _svd(A, full_matrices)
 
 
 def _complex(dtype) -> np.dtype:
