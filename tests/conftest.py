@@ -1,6 +1,16 @@
-"""Tests run on XLA:CPU unless the environment says otherwise."""
+"""Tests run on XLA:CPU unless the environment says otherwise, with two devices, in whatever order."""
 
 import os
 
 os.environ.setdefault("TORCHTPU_PLATFORM", "cpu")
+os.environ.setdefault("TORCHTPU_CPU_DEVICES", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_sessionstart() -> None:
+    """Start the device before a test that uses JAX by itself does: the number of devices is fixed then."""
+    import torch
+
+    import torchtpu  # noqa: F401
+
+    torch.tpu.init()
