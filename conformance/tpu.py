@@ -142,9 +142,10 @@ class Checker:
 
 
 def brief(message: str) -> str:
-    """A compiler's message without the numbers that differ from program to program."""
-    line = " ".join(re.sub(r"(, )?metadata=\{.*", "", message.split("\n\n")[0]).split())
-    return re.sub(r"(%[a-z_-]+)[.\d]+", r"\1", line)[:300]
+    """A compiler's message without what differs from program to program: shapes, numbers of instructions, places."""
+    line = " ".join(message.split("\n\n")[0].split())
+    line = re.sub(r"%[\w.-]+ = (\w+)\[[\d,]*\](\{[^}]*\})? ([\w-]+)\(.*", r"a \3 of \1", line)
+    return re.sub(r"(, )?metadata=\{.*", "", line)[:300]
 
 
 RANK = ("ok", "host", "fail", "timeout", "crash")

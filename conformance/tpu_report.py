@@ -98,8 +98,12 @@ def write(folder: Path, docs: Path) -> int:
         "",
         '"ok or host" is the share of the pairs that the emulated device runs, without *error*, *empty* and *not run*.',
         "",
-        "A TPU has no 64-bit arithmetic. XLA emulates int64, float64 and complex128 with pairs of 32-bit numbers: "
-        "correct enough to run such a program, and many times slower.",
+        f"{sum(not r['programs'] for r in kept.values() if r['status'] == 'ok')} of the pairs that are *ok*, counted "
+        "for each topology, ran no program: views and other metadata.",
+        "",
+        "A TPU has no 64-bit arithmetic: XLA emulates int64, float64 and complex128 with pairs of 32-bit numbers. "
+        "Where it has no such form (an int64 matrix product), it refuses the program with an error that names the "
+        "instruction. A float64 program can take minutes to compile.",
     ]
     for title, statuses in (
         ("Does not compile", ("fail", "timeout", "crash")),

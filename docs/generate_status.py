@@ -23,8 +23,10 @@ BEGIN, END = "<!-- status: written by docs/generate_status.py -->", "<!-- end of
 
 AREAS = {
     "lowering": "operators against PyTorch CPU, without the device",
-    "eager": "views, in-place and out= variants, modes, errors",
+    "eager": "views, in-place and out= variants, modes, fusion, errors, files, threads",
     "device": "`torch.tpu`, `torch.accelerator`, devices, memory, random numbers, processes",
+    "conformance": "a fixed slice of PyTorch's operator database on the device",
+    "aot": "compiles for a TPU topology on a machine without one",
     "models": "whole models: forward, gradients, optimizer steps",
     "cli": "`torchtpu demo` and `torchtpu doctor`",
     "examples": "the programs in `examples/`",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from torchtpu.aot import TOPOLOGIES, Compiler, compile_for, libtpu_missing, lower_for_tpu
+from torchtpu.lowering.families import linalg
 
 needs_libtpu = pytest.mark.skipif(libtpu_missing() is not None, reason=libtpu_missing() or "")
 SQUARE = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -47,6 +48,19 @@ def test_a_dead_child_is_reported_and_replaced() -> None:
         assert compiler.compile(text, "v6e:2x2").ok
         compiler.timeout = 0.0
         assert compiler.compile(text, "v6e:2x2").status == "timeout"
+
+
+@pytest.mark.parametrize(("size", "full"), [((5, 5), False), ((2, 6, 3), True), ((3, 6), False)])
+def test_svd_for_tpu(size: tuple[int, ...], full: bool) -> None:
+    """The form that the TPU gets multiplies back to the matrix; its place in the operator compiles."""
+    a = jax.random.normal(jax.random.key(0), size)
+    u, s, vh = linalg._svd_in_32_bits(a, full)
+    k = s.shape[-1]
+    assert jnp.allclose((u[..., :k] * s[..., None, :]) @ vh[..., :k, :], a, atol=1e-5)
+    assert u.shape[-1] == (size[-2] if full else k)
+    if libtpu_missing() is None:
+        result = compile_for(lambda x: linalg.linalg_svd(x, full), [jax.ShapeDtypeStruct(size, jnp.float32)])
+        assert result.ok, result.message
 
 
 def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

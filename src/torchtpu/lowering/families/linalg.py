@@ -290,23 +290,28 @@ def linalg_eigh(A, UPLO="L", compute_v=True):
     return values.astype(real), vectors if compute_v else jnp.zeros((0,), A.dtype)
 
 
-def _svd(a, full_matrices: bool):
-    """(U, S, Vh). With 64-bit types on, JAX's form for TPU multiplies by an int64 matrix, which XLA:TPU refuses; so for
-    float32 it is traced with them off.
+def _svd_in_32_bits(a, full_matrices: bool):
+    """JAX's form for TPU, traced with 64-bit types off: with them it multiplies by an int64 matrix, which XLA:TPU
+    refuses.
     """
     from jax._src.tpu.linalg.svd import svd
 
-    def with_32_bits(a):
-        with jax.enable_x64(False):
-            form = functools.partial(svd, full_matrices=full_matrices)
-            for _ in a.shape[:-2]:
-                form = jax.vmap(form)
-            return form(a)
+    with jax.enable_x64(False):
+        form = functools.partial(svd, full_matrices=full_matrices)
+        for _ in a.shape[:-2]:
+            form = jax.vmap(form)
+        return form(a)
+
+
+def _svd(a, full_matrices: bool):
+    """(U, S, Vh)."""
 
     def usual(a):
         return tuple(_lapack.svd(a, full_matrices=full_matrices))
 
-    return jax.lax.platform_dependent(a, tpu=with_32_bits, default=usual) if a.dtype == jnp.float32 else usual(a)
+    if a.dtype != jnp.float32:
+        return usual(a)
+    return jax.lax.platform_dependent(a, tpu=lambda a: _svd_in_32_bits(a, full_matrices), default=usual)
 
 
 @lowering("_linalg_svd")
