@@ -128,9 +128,9 @@ class Checker:
         try:
             return lower_for_tpu(program.function, avals), None
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            callback = "differs from the lowering platform" in message or "different from the lowering" in message
-            return "", Result("host" if callback else "lower", message)
+            if "different from the lowering platform" in str(error):
+                return "", Result("host", "a callback to the host, which JAX lowers only where there is a TPU")
+            return "", Result("lower", f"{type(error).__name__}: {error}")
 
     def check(self, text: str, topology: str) -> Result:
         """Compile a text, unless an equal one has been compiled."""

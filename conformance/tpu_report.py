@@ -90,7 +90,7 @@ def write(folder: Path, docs: Path) -> int:
         "says that a program compiles, not that its numbers are right.",
         "",
         "A sample is the first one without an empty tensor; other samples of an entry may compile otherwise. What an "
-        "operator computes outside a program is not compiled here.",
+        "operator computes outside a program, and what calls back to the host, is not compiled here.",
         "",
         *_table(dtypes, kept, wanted),
         "",

@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 STATUS = ROOT / "docs" / "status.json"
 README = ROOT / "README.md"
+CONFORMANCE = ROOT / "conformance" / "results" / "summary.json"
 BEGIN, END = "<!-- status: written by docs/generate_status.py -->", "<!-- end of status -->"
 
 AREAS = {
@@ -112,12 +113,31 @@ def render(status: dict[str, Any]) -> str:
     for area, counts in status["areas"].items():
         title = f"{area}: {AREAS[area]}" if area in AREAS else area
         lines.append(f"| {title} | " + " | ".join(str(counts.get(outcome, 0)) for outcome in outcomes) + " |")
+    lines += _conformance()
     if status["models"]:
         lines += ["", "| models tested against PyTorch CPU | |", "|---|---|"]
         for name, parameters in status["models"].items():
             what = name.removeprefix("test_").replace("_", " ").replace("cpu", "CPU")
             lines.append(f"| {what} | {', '.join(parameters) or 'yes'} |")
     return "\n".join(lines)
+
+
+def _conformance() -> list[str]:
+    """One row per suite of the committed conformance run, with its picture."""
+    if not CONFORMANCE.exists():
+        return []
+    lines = [
+        "",
+        "![The device on PyTorch's own test databases](docs/images/conformance.svg)",
+        "",
+        "| PyTorch's databases ([report](docs/conformance.md)) | in the database | pass | other | not run yet |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for suite, counts in json.loads(CONFORMANCE.read_text()).items():
+        total, waiting = sum(counts.values()), counts.get("not run", 0)
+        good = counts.get("pass", 0) + counts.get("host", 0)
+        lines.append(f"| {suite} | {total} | {good} | {total - good - waiting} | {waiting} |")
+    return lines
 
 
 def update(readme: str, status: dict[str, Any]) -> str:
