@@ -15,8 +15,8 @@ from torchtpu import _C
 from torchtpu.eager.arrays import force, make_spec, number_operand, prepare_storage
 from torchtpu.eager.errors import translate
 from torchtpu.eager.kernels import reserve_seed
-from torchtpu.eager.program import Constant, Meta, Window, dense, describe_values, key_of, physical_value
-from torchtpu.eager.views import read_view, row_major
+from torchtpu.eager.program import Constant, Meta, Window, dense, describe_values, key_of, physical_value, read_window
+from torchtpu.eager.views import row_major
 from torchtpu.lowering.apply import run_graph, short_name
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import to_torch
@@ -67,10 +67,7 @@ class GraphProgram:
             def value(x: Any) -> Any:
                 if not isinstance(x, Window):
                     return described.number(x, values)
-                array = described.base(x, values)
-                array = read_view(array, x.plan, [jax.numpy.int32(s) for s in x.starts])
-                array = jax.numpy.conj(array) if x.conj else array
-                return -array if x.neg else array
+                return read_window(described.base(x, values), x, [jax.numpy.int32(s) for s in x.starts])
 
             with tracing(trace):
                 results = run_graph(self.module.graph, [value(x) for x in described.args])

@@ -161,7 +161,6 @@ def _donations(trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> 
 def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> Run:
     """Compile a trace."""
     programs, signature = list(trace.programs), list(trace.signature)
-    count = len(trace.arrays)
 
     def fused(floats: jax.Array, integers: jax.Array, seeds: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         results: list[jax.Array] = []
@@ -179,7 +178,6 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> R
     name = f"{len(programs)} operators"
     given = tuple(3 + i for i in donated)
     compiled = compile_program(fused, examples, devices.device(trace.device), name, donate=given)
-    assert count == len(examples) - 3
 
     def run(arrays: list[Any], floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> dict[int, Any]:
         with jax.enable_x64(True):

@@ -102,12 +102,12 @@ class Kernel:
             key, operands, owners, device = flatten(handle, args, kwargs)
             call = calls.get(key)
             if call is None:
-                return miss(key, args, kwargs)
+                return miss(args, kwargs)
             return call(args, kwargs, operands, owners, device)
 
         return kernel
 
-    def miss(self, key: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def miss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """First call of a signature: check it, build its program, run it."""
         args, kwargs = self._move_indices(args, kwargs)
         require_one_device(self.op, args, kwargs)

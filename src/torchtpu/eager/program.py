@@ -212,7 +212,7 @@ class Program:
         self.random = notes["random"]
         self.starts = sum(len(w.starts) for w in call.windows if not w.plan.static)
         self.outputs = [output_spec(m) for m in notes["outputs"]]
-        self.writes = [(i, storage_spec(cast_storage(call.operands[i]))) for i in notes["writes"]]
+        self.writes = [(i, storage_spec(call.operands[i])) for i in notes["writes"]]
         self.checks = notes["checks"]
         self.nested = notes["nested"]
         self.results = len(closed.out_avals)
@@ -250,12 +250,6 @@ def _kinds(call: Call, types: Sequence[Any]) -> Iterator[int]:
             kind = np.dtype(types[position].dtype).kind
             yield {"f": Kind.FLOAT, "c": Kind.COMPLEX}.get(kind, Kind.INTEGER)
             position += 1
-
-
-def cast_storage(storage: Storage | None) -> Storage:
-    """The storage behind an operand that is written."""
-    assert storage is not None
-    return storage
 
 
 class WrongOutSize(Exception):
@@ -305,9 +299,7 @@ def trace_function(
 
         def value(x: Any) -> Any:
             if isinstance(x, Window):
-                array = read_view(bases[x.operand], x.plan, begin[id(x)])
-                array = jnp.conj(array) if x.conj else array
-                return -array if x.neg else array
+                return read_window(bases[x.operand], x, begin[id(x)])
             return [value(y) for y in x] if isinstance(x, list) else call.number(x, operands)
 
         given_names = dict(zip(names, call.args, strict=False)) | call.kwargs
@@ -362,6 +354,13 @@ def trace_function(
     return traced
 
 
+def read_window(base: jax.Array, window: Window, starts: Sequence[Any]) -> jax.Array:
+    """What a tensor argument holds, its conjugate and negative bits resolved."""
+    array = read_view(base, window.plan, starts)
+    array = jnp.conj(array) if window.conj else array
+    return -array if window.neg else array
+
+
 def key_of(seed: jax.Array) -> jax.Array:
     """The program's PRNG key, from four words: the generator's seed and its offset, low word first."""
     key = jax.random.wrap_key_data(seed[:2], impl="threefry2x32")
@@ -392,8 +391,9 @@ def output_spec(meta: Meta | Constant) -> Any:
     return make_spec(meta.size, meta.stride, meta.dtype)
 
 
-def storage_spec(storage: Storage) -> Any:
+def storage_spec(storage: Storage | None) -> Any:
     """The C++ description of a storage's value."""
+    assert storage is not None  # an operand that is written is a storage
     return make_spec(storage.shape, row_major(storage.shape), storage.dtype)
 
 

@@ -107,9 +107,9 @@ class Trace:
         return made
 
     def begins_again(self, program: Program, operands: list[Any]) -> bool:
-        """Whether this operator is where a loop's next iteration starts, so that the trace should end before it."""
+        """Whether a trace of at least ``LOOP`` operators should end before this one: a loop's next iteration."""
         length = len(self.programs)
-        if length < LOOP or program is not self.programs[0]:
+        if program is not self.programs[0]:
             return length >= LONGEST
         first = operands[0] if operands else None
         return length >= LONG or (first is self.head and first is not None)
@@ -183,8 +183,7 @@ def flush(device: int) -> None:
         del _traces[device]
         for p in live:
             p.array, p.trace = values[p.index], None
-        if live:
-            devices.note(device, live[-1].array)
+        devices.note(device, live[-1].array)
 
 
 def flush_all() -> None:
