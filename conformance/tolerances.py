@@ -42,6 +42,13 @@ class Override:
 OVERRIDES: tuple[Override, ...] = (
     Override(r"Muon\..*", (_F32,), 1e-3, 1e-4, "it orthogonalises in bfloat16, which PyTorch CPU rounds more often"),
     Override(
+        r"cdist",
+        (_F32,),
+        1e-3,
+        1e-3,
+        "a matrix product gives squared distances, so short ones lose digits by cancellation, on the CPU as well",
+    ),
+    Override(
         r"nn\.CTCLoss",
         (_F32,),
         5e-3,
@@ -80,7 +87,6 @@ CPU_IGNORES_STRIDES = ("nn.functional.gelu", "narrow_copy", "nn.functional.avg_p
 """Entries whose CPU kernel writes a strided ``out`` as if it were contiguous: there is no right answer to compare."""
 
 UNSUPPORTED: dict[str, str] = {
-    r".*:complex32|chalf|(complex|view_as_complex):float16": "XLA has no complex type of two float16",
     r"sparse\..*|to_sparse": "sparse tensors have no storage on the device yet",
 }
 """Entries (``name`` or ``name:dtype``) that the device refuses by design, with the reason."""

@@ -19,7 +19,7 @@ from torchtpu.eager.program import Constant, Meta, Window, dense, describe_value
 from torchtpu.eager.views import row_major
 from torchtpu.lowering.apply import run_graph, short_name
 from torchtpu.lowering.context import Trace, tracing
-from torchtpu.lowering.dtypes import to_torch
+from torchtpu.lowering.dtypes import rounded, to_torch
 from torchtpu.lowering.registry import find
 from torchtpu.runtime import checks, devices
 from torchtpu.runtime.compiler import compile_program
@@ -80,7 +80,7 @@ class GraphProgram:
                 if meta is None or meta.size != size:
                     meta = Meta(size, row_major(size), to_torch(result.dtype))
                 specs.append(make_spec(meta.size, meta.stride, meta.dtype))
-                arrays.append(physical_value(result, meta))
+                arrays.append(physical_value(rounded(result, meta.dtype), meta))
             notes["specs"] = specs
             notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
             if trace.checks:

@@ -47,10 +47,10 @@ def physical_shape(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
     return tuple(size[i] for i in order)
 
 
-def wrap_array(array: jax.Array, device: int) -> torch.Tensor:
-    """A new contiguous tensor that holds ``array``."""
+def wrap_array(array: jax.Array, device: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A new contiguous tensor that holds ``array``, of the array's dtype (or of complex32 where that is given)."""
     size = tuple(array.shape)
-    return _C.wrap(make_spec(size, row_major(size), to_torch(array.dtype)), array, device)
+    return _C.wrap(make_spec(size, row_major(size), dtype or to_torch(array.dtype)), array, device)
 
 
 _numbers: dict[tuple[type, Any, int], jax.Array] = {}
@@ -85,6 +85,8 @@ def from_host(tensor: torch.Tensor, device: int) -> jax.Array:
     change passes a clone.
     """
     tensor = tensor.detach()
+    if tensor.dtype is torch.complex32:
+        tensor = tensor.to(torch.complex64)
     bits, dtype = _bits(tensor.dtype), to_jax(tensor.dtype)
     host = tensor.view(bits).numpy().view(dtype) if bits is not None else tensor.numpy()
     with jax.enable_x64(True):
@@ -162,25 +164,25 @@ def prepare_storage(tensor: torch.Tensor) -> bool:
 
 def _reinterpret(value: jax.Array, old: torch.dtype, new: torch.dtype, elements: int) -> jax.Array:
     def run(x: jax.Array) -> jax.Array:
-        raw = _to_bytes(x.reshape(-1))
+        raw = _to_bytes(x.reshape(-1), old)
         total = elements * new.itemsize
         raw = jnp.pad(raw, (0, total - raw.size)) if raw.size < total else raw[:total]
         return _from_bytes(raw, new)
 
     # Keep the folding where the element size stays the same: it is what later reads are planned on.
     if old.itemsize == new.itemsize and value.size == elements:
-        return jax.jit(_convert, static_argnums=1)(value, new)
+        return jax.jit(_convert, static_argnums=(1, 2))(value, old, new)
     return jax.jit(run)(value)
 
 
-def _convert(x: jax.Array, dtype: torch.dtype) -> jax.Array:
+def _convert(x: jax.Array, old: torch.dtype, new: torch.dtype) -> jax.Array:
     """Bit cast between types of one width, bool and complex included."""
-    return _from_bytes(_to_bytes(x.reshape(-1)), dtype).reshape(x.shape)
+    return _from_bytes(_to_bytes(x.reshape(-1), old), new).reshape(x.shape)
 
 
-def _to_bytes(x: jax.Array) -> jax.Array:
-    if x.dtype.kind == "c":
-        x = jnp.stack([x.real, x.imag], -1)
+def _to_bytes(x: jax.Array, dtype: torch.dtype) -> jax.Array:
+    if dtype.is_complex:
+        x = jnp.stack([x.real, x.imag], -1).astype(to_jax(dtype.to_real()))
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1)
@@ -190,10 +192,11 @@ def _from_bytes(raw: jax.Array, dtype: torch.dtype) -> jax.Array:
     target = to_jax(dtype)
     if dtype is torch.bool:
         return raw != 0
-    if target.kind == "c":
-        part = np.dtype(np.float32 if dtype is torch.complex64 else np.float64)
+    if dtype.is_complex:
+        part = to_jax(dtype.to_real())
         pairs = jax.lax.bitcast_convert_type(raw.reshape(-1, 2, part.itemsize), part)
-        return jax.lax.complex(pairs[:, 0], pairs[:, 1])
+        wide = np.dtype(np.float64 if target == np.complex128 else np.float32)
+        return jax.lax.complex(pairs[:, 0].astype(wide), pairs[:, 1].astype(wide))
     if target.itemsize == 1:
         return jax.lax.bitcast_convert_type(raw, target)
     return jax.lax.bitcast_convert_type(raw.reshape(-1, target.itemsize), target)

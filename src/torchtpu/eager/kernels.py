@@ -376,7 +376,9 @@ class _Dynamic:
                 jax.device_put(a, devices.device(device))
                 for a in (result if isinstance(result, tuple | list) else [result])
             ]
-        tensors = [wrap_array(a, device) for a in arrays]
+        halves = any(isinstance(t, torch.Tensor) and t.dtype is torch.complex32 for t in tree_leaves((args, kwargs)))
+        narrow = torch.complex32 if halves else None
+        tensors = [wrap_array(a, device, narrow if a.dtype.kind == "c" else None) for a in arrays]
         if self.derived is not None:
             given = dict(zip(self.names, args, strict=False)) | kwargs
             for name, new in zip(self.derived.written, tensors, strict=True):

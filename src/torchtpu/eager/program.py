@@ -29,7 +29,7 @@ from torchtpu.eager.schema import Derived
 from torchtpu.eager.views import ViewPlan, physical_order, plan_view, read_view, row_major, write_view
 from torchtpu.lowering.apply import apply, short_name
 from torchtpu.lowering.context import Trace, tracing
-from torchtpu.lowering.dtypes import to_jax, to_torch
+from torchtpu.lowering.dtypes import rounded, to_jax, to_torch
 from torchtpu.lowering.promotion import cast
 from torchtpu.runtime.compiler import compile_program
 
@@ -323,7 +323,7 @@ def trace_function(
                 size = tuple(array.shape)
                 meta = Meta(size, row_major(size), to_torch(array.dtype))
             described.append(meta)
-            values.append(physical_value(_agree(array, meta, call.op), meta))
+            values.append(physical_value(_agree(array, meta, call), meta))
         notes["outputs"] = described
         written: list[int] = []
         if derived is not None:
@@ -338,7 +338,7 @@ def trace_function(
                     if name in derived.dropped and array.shape != window.plan.size:
                         raise WrongOutSize(name, tuple(array.shape))
                     array = jnp.broadcast_to(array, window.plan.size) if array.shape != window.plan.size else array
-                    array = cast(array, to_jax(window.dtype))
+                    array = rounded(cast(array, to_jax(window.dtype)), window.dtype)
                     array = jnp.conj(array) if window.conj else array
                     array = -array if window.neg else array
                     bases[window.operand] = write_view(base, window.plan, array, begin[id(window)])
@@ -367,14 +367,19 @@ def key_of(seed: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, seed[2]), seed[3])
 
 
-def _agree(array: Any, meta: Meta, op: OpOverload) -> jax.Array:
-    """The array, if its shape and dtype are what PyTorch says; a Python number or weak type takes the dtype."""
+def _agree(array: Any, meta: Meta, call: Call) -> jax.Array:
+    """The array, if its shape and dtype are what PyTorch says; a Python number or weak type takes the dtype, and what
+    was computed from complex32 is wider than PyTorch's result.
+    """
     array = jnp.asarray(array)
-    if tuple(array.shape) != meta.size or (array.dtype != to_jax(meta.dtype) and not jax.typeof(array).weak_type):
+    wanted = to_jax(meta.dtype)
+    convertible = jax.typeof(array).weak_type or any(w.dtype is torch.complex32 for w in call.windows)
+    if tuple(array.shape) != meta.size or (array.dtype != wanted and not convertible):
         raise AssertionError(
-            f"the lowering of {op} gives {array.dtype}{list(array.shape)}; PyTorch gives {meta.dtype}{list(meta.size)}"
+            f"the lowering of {call.op} gives {array.dtype}{list(array.shape)}; "
+            f"PyTorch gives {meta.dtype}{list(meta.size)}"
         )
-    return jax.lax.convert_element_type(array, to_jax(meta.dtype))
+    return rounded(cast(array, wanted), meta.dtype)
 
 
 def physical_value(array: jax.Array, meta: Meta) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torchtpu.lowering.dtypes import default_float, to_jax
+from torchtpu.lowering.dtypes import complex_of, default_float, to_jax
 from torchtpu.lowering.promotion import cast, promote
 from torchtpu.lowering.registry import lowering
 
@@ -238,9 +238,7 @@ def kaiser_window(window_length, periodic=True, beta=12.0, dtype=None):
 
 @lowering("complex")
 def complex_(real, imag):
-    if real.dtype == np.float16:
-        raise NotImplementedError("XLA has no complex type of two float16")
-    return jax.lax.complex(*jnp.broadcast_arrays(real, imag))
+    return complex_of(*jnp.broadcast_arrays(real, imag))
 
 
 @lowering("polar")

@@ -121,6 +121,8 @@ def nonzero(self):
 def nonzero_static(self, size, fill_value=-1):
     if self.ndim == 0:
         return jnp.zeros((size, 0), jnp.int64)
+    if self.size == 0:
+        return jnp.full((size, self.ndim), fill_value, jnp.int64)
     positions = jnp.nonzero(self, size=size, fill_value=fill_value)
     return jnp.stack(positions, -1).astype(jnp.int64)
 

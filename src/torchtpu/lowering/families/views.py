@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from torch._prims_common import canonicalize_dim, canonicalize_dims
 
-from torchtpu.lowering.dtypes import to_jax
+from torchtpu.lowering.dtypes import complex_of, to_jax
 from torchtpu.lowering.registry import lowering
 
 
@@ -178,7 +178,7 @@ def view_as_real(self):
 
 @lowering("view_as_complex", "view_as_complex_copy")
 def view_as_complex(self):
-    return jax.lax.complex(self[..., 0], self[..., 1])
+    return complex_of(self[..., 0], self[..., 1])
 
 
 def _strided_positions(size, stride, offset: int) -> jax.Array:
