@@ -39,8 +39,10 @@ def short(dtype: torch.dtype) -> str:
 
 
 def samples(info: Any, dtype: torch.dtype, requires_grad: bool = False) -> Iterator[tuple[str, Any]]:
-    """The database's sample inputs, numbered."""
+    """The database's sample inputs, numbered; a factory without a device gets the one of its results."""
     for n, sample in enumerate(info.sample_inputs("cpu", dtype, requires_grad=requires_grad)):
+        if info.is_factory_function:
+            sample.kwargs.setdefault("device", "cpu")
         yield f"sample {n}", sample
 
 
