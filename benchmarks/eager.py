@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("TORCHTPU_PLATFORM", "cpu")
+os.environ.setdefault("TORCHTPU_CACHE_LIMIT", "0")  # compiles are measured
 
 import jax
 import torch

@@ -54,6 +54,7 @@ class _Worker:
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
+                "TORCHTPU_CACHE_LIMIT": "0",  # a run makes 10^5 programs
                 "TORCHTPU_EAGER_MODE": "strict",
                 "TORCHTPU_PLATFORM": os.environ.get("TORCHTPU_PLATFORM", "cpu"),
             },

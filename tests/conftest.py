@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("TORCHTPU_PLATFORM", "cpu")
 os.environ.setdefault("TORCHTPU_CPU_DEVICES", "2")
+os.environ.setdefault("TORCHTPU_CACHE_LIMIT", "0")  # tests count compiles
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

@@ -43,7 +43,12 @@ VARIABLES = (
     Variable(
         "TORCHTPU_CACHE_DIR",
         "~/.cache/torchtpu",
-        "Where the C++ extension, built once for the installed torch, is kept.",
+        "Where the C++ extension, built once for the installed torch, and compiled programs are kept.",
+    ),
+    Variable(
+        "TORCHTPU_CACHE_LIMIT",
+        "2048",
+        "MiB of compiled programs kept on disk for later processes; the least recently used go first. `0` keeps none.",
     ),
     Variable(
         "TORCH_DEVICE_BACKEND_AUTOLOAD",

@@ -348,6 +348,11 @@ void bind_dispatch(py::module_& module) {
     set_cell(cell_of_tensor(t), value.ptr(), std::move(shape), reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
   }, py::arg("tensor"), py::arg("value"), py::arg("shape"), py::arg("dtype"),
      "Give the storage behind a tensor a new value (None: uninitialised).");
+  module.def("storage_of", [](const at::Tensor& t) {
+    const auto* storage = t.storage().unsafeGetStorageImpl();
+    return std::make_pair(reinterpret_cast<uintptr_t>(storage), storage->nbytes());
+  }, "(identity, bytes) of a tensor's storage, without a Python object for it: that would count as one more owner, and "
+     "autograd accumulates in place only where it finds one.");
   module.def("set_pending_type", [](const py::type& type) {
     g_pending_type = reinterpret_cast<PyTypeObject*>(py::object(type).release().ptr());
   }, "Tell which type stands for values that are not computed yet; its attribute `array` is None until they are.");

@@ -145,7 +145,7 @@ def prepare_storage(tensor: torch.Tensor) -> bool:
     value, shape, dtype = _C.get_value(tensor)
     if value is None:
         return False
-    nbytes = tensor.untyped_storage().nbytes()
+    nbytes = _C.storage_of(tensor)[1]
     held = math.prod(shape) * dtype.itemsize
     reach = 0
     if tensor.numel():

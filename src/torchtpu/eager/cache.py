@@ -16,6 +16,7 @@ from torchtpu.eager.program import Kind, Program
 from torchtpu.runtime import devices
 from torchtpu.runtime.compiler import compile_program
 from torchtpu.runtime.compiler import statistics as compiler_statistics
+from torchtpu.runtime.disk_cache import digest
 
 if TYPE_CHECKING:
     from torchtpu.eager.trace import Trace
@@ -120,6 +121,7 @@ class TraceCache:
         return {
             "compiles": compiler_statistics.compiles,
             "compile_seconds": compiler_statistics.compile_seconds,
+            "disk_hits": compiler_statistics.disk_hits,
             "cache_hits": self.counts["cache_hits"],
             "flushes": self.counts["flushes"],
             "operators": self.counts["operators"],
@@ -177,13 +179,26 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> R
     ]
     name = f"{len(programs)} operators"
     given = tuple(3 + i for i in donated)
-    compiled = compile_program(fused, examples, devices.device(trace.device), name, donate=given)
+    key = _digest(trace, wanted, donated)
+    compiled = compile_program(fused, examples, devices.device(trace.device), name, donate=given, key=key)
 
     def run(arrays: list[Any], floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> dict[int, Any]:
         with jax.enable_x64(True):
             return dict(zip(wanted, compiled(floats, integers, seeds, *arrays), strict=True))
 
     return run
+
+
+def _digest(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> str:
+    """What the compiled trace computes, the same in every process: its signature with digests for programs."""
+    items = iter(trace.signature)
+    parts = []
+    for program in trace.programs:
+        next(items)  # the program's number, which is this process's own
+        links = [next(items) for kind in program.kinds if kind in (Kind.ARRAY, Kind.COMPLEX)]
+        parts.append(f"{program.digest} {links}")
+    types = [f"{x.dtype}{x.shape}" for x in trace.arrays]
+    return digest(*parts, repr((types, wanted, donated)))
 
 
 class _Reader:

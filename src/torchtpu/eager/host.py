@@ -85,7 +85,7 @@ def _put(host: torch.Tensor, device: int) -> jax.Array:
 
 def _covers_storage(t: torch.Tensor) -> bool:
     """Whether the tensor is its whole storage: dense, from the first element to the last."""
-    whole = t.storage_offset() == 0 and t.numel() * t.element_size() == t.untyped_storage().nbytes()
+    whole = t.storage_offset() == 0 and t.numel() * t.element_size() == _C.storage_of(t)[1]
     return whole and physical_order(tuple(t.shape), tuple(t.stride())) is not None
 
 

@@ -162,12 +162,12 @@ class Kernel:
 
     def _split_dtypes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Two arguments see one storage with different dtypes: read the later ones from copies."""
-        first = {t.untyped_storage()._cdata: t.dtype for t in self._written(args, kwargs)}
+        first = {_C.storage_of(t)[0]: t.dtype for t in self._written(args, kwargs)}
 
         def copied(x: Any) -> Any:
             if not isinstance(x, torch.Tensor) or x.device.type == "cpu":
                 return x
-            return x.clone() if first.setdefault(x.untyped_storage()._cdata, x.dtype) is not x.dtype else x
+            return x.clone() if first.setdefault(_C.storage_of(x)[0], x.dtype) is not x.dtype else x
 
         new_args = torch.utils._pytree.tree_map(copied, args)
         new_kwargs = torch.utils._pytree.tree_map(copied, kwargs)

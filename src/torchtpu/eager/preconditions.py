@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from torchtpu import _C
 from torchtpu.eager.views import physical_order
 from torchtpu.lowering.apply import short_name
 
@@ -64,7 +65,7 @@ def _partly_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """PyTorch's rule (``at::get_overlap_status``): only dense tensors are judged."""
     if (
         a.device != b.device
-        or a.untyped_storage()._cdata != b.untyped_storage()._cdata
+        or _C.storage_of(a)[0] != _C.storage_of(b)[0]
         or not (a.numel() and b.numel())
     ):
         return False

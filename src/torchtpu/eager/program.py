@@ -32,6 +32,7 @@ from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import rounded, to_jax, to_torch
 from torchtpu.lowering.promotion import cast
 from torchtpu.runtime.compiler import compile_program
+from torchtpu.runtime.disk_cache import digest
 
 __all__ = ["Call", "Constant", "Meta", "Program", "WrongOutSize", "describe", "trace_function"]
 
@@ -42,7 +43,7 @@ class Window:
 
     operand: int
     plan: ViewPlan
-    starts: tuple[int, ...] = field(compare=False)
+    starts: tuple[int, ...] = field(compare=False, repr=False)
     dtype: torch.dtype = torch.float32
     stride: tuple[int, ...] = ()
     conj: bool = False
@@ -148,13 +149,13 @@ class _Describer:
         if t.device.type == "cpu":
             self.operands.append(None)
             return Number(len(self.operands) - 1, None if _C.is_wrapped_number(t) else t.dtype, type(t.item()))
-        identity = t.untyped_storage()._cdata
+        identity, nbytes = _C.storage_of(t)
         size, stride = tuple(t.shape), tuple(t.stride())
         if identity not in self.seen:
             value, shape, dtype = _C.get_value(t)
             if value is None:
                 dtype = t.dtype
-                elements = t.untyped_storage().nbytes() // dtype.itemsize
+                elements = nbytes // dtype.itemsize
                 dense = physical_order(size, stride) is not None and t.numel() == elements
                 shape = physical_shape(size, stride) if dense else (elements,)
             self.seen[identity] = len(self.operands)
@@ -190,11 +191,13 @@ class Program:
 
     Attributes:
         uid: a number of its own; what a trace is recognised by.
+        digest: what it computes, the same in every process.
         name: the operator, for messages.
         function: on flat arrays: storage values and numbers (those that are not None), then the starts, then the seed.
         kinds: for each operand, how it is passed: see ``Kind``.
         starts: how many numbers say where slices start.
         random: whether it takes a seed.
+        reads: whether its results depend on any array it is given; a factory's do not.
         outputs: specs of the new tensors and constants, in order.
         writes: (operand, spec) of every storage that gets a new value.
         checks: messages and error types of the run-time checks; their values are the last array returned.
@@ -207,9 +210,14 @@ class Program:
 
     def __init__(self, call: Call, closed: Any, notes: dict[str, Any]) -> None:
         self.uid = next(Program._uids)
+        self.digest = digest(name_of(call.op), repr(call.structure()))
         self.name = name_of(call.op)
         self.function = jax.extend.core.jaxpr_as_fun(closed)
         self.random = notes["random"]
+        used = {v for eqn in closed.jaxpr.eqns for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)}
+        self.reads = not used.isdisjoint(closed.jaxpr.invars) or not set(closed.jaxpr.invars).isdisjoint(
+            v for v in closed.jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)
+        )
         self.starts = sum(len(w.starts) for w in call.windows if not w.plan.static)
         self.outputs = [output_spec(m) for m in notes["outputs"]]
         self.writes = [(i, storage_spec(call.operands[i])) for i in notes["writes"]]
@@ -230,7 +238,7 @@ class Program:
             def alone(*given: Any) -> Any:
                 return function(*(x for x in given if x is not None))
 
-            self.run = compile_program(alone, operands, device, self.name)
+            self.run = compile_program(alone, operands, device, self.name, key=self.digest)
         return self.run
 
 

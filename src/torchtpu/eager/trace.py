@@ -17,8 +17,10 @@ import weakref
 from typing import Any
 
 import numpy as np
+import torch
 
 from torchtpu import _C
+from torchtpu.eager import modes
 from torchtpu.eager.arrays import number_operand
 from torchtpu.eager.cache import TraceCache
 from torchtpu.eager.program import Kind, Program
@@ -118,6 +120,8 @@ class Trace:
 _traces: dict[int, Trace] = {}
 _lock = threading.RLock()
 _cache = TraceCache()
+_initialising = False
+"""Whether an optimizer is making its state: that ends the trace, so that what follows is the same at every step."""
 
 
 def record(
@@ -132,9 +136,15 @@ def record(
         seed: (seed, offset) if it draws random numbers.
         device: index of the device.
     """
+    global _initialising
     with _lock:
         trace = _traces.get(device)
-        if trace is not None and len(trace.programs) >= LOOP and trace.begins_again(program, operands):
+        if _initialising and program.reads:
+            _initialising = False
+            flush(device)
+            operands = [x.array if type(x) is Pending else x for x in operands]
+            trace = None
+        elif trace is not None and len(trace.programs) >= LOOP and trace.begins_again(program, operands):
             flush(device)
             operands = [x.array if type(x) is Pending else x for x in operands]
             trace = None
@@ -219,7 +229,21 @@ def install() -> None:
     _C.set_pending_type(Pending)
     checks.on_demand(force)
     devices.on_flush(flush)
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    # A training step is the natural unit of recording.
-    register_optimizer_step_post_hook(lambda *_: flush_all())
+    # A training step is recorded as two units, and the first one's making of the optimizer's state apart from both, so
+    # that every step runs the same two programs. Gradients are results either way: nothing is lost by ending there.
+    register_optimizer_step_pre_hook(_before_optimizer)
+    register_optimizer_step_post_hook(_after_optimizer)
+
+
+def _before_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    global _initialising
+    flush_all()
+    _initialising = modes.fused and not optimizer.state
+
+
+def _after_optimizer(*_: Any) -> None:
+    global _initialising
+    _initialising = False
+    flush_all()

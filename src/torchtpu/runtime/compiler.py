@@ -20,6 +20,8 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from torchtpu.runtime import disk_cache
+
 __all__ = ["Statistics", "compile_program", "statistics"]
 
 _THREAD = "torchtpu-compile"
@@ -34,15 +36,21 @@ class Statistics:
 
     compiles: int = 0
     compile_seconds: float = 0.0
+    disk_hits: int = 0
 
 
 statistics = Statistics()
 
 
 def compile_program(
-    function: Callable[..., Any], operands: Sequence[Any], device: jax.Device, name: str, donate: tuple[int, ...] = ()
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    device: jax.Device,
+    name: str,
+    donate: tuple[int, ...] = (),
+    key: str | None = None,
 ) -> Callable[..., Any]:
-    """Trace ``function`` on the operands' types and compile it for ``device``.
+    """Trace ``function`` on the operands' types and compile it for ``device``, or take it from the cache on disk.
 
     Args:
         function: takes the operands, returns a list of arrays.
@@ -50,6 +58,8 @@ def compile_program(
         device: where the program runs and its results live.
         name: what is compiled, for the progress line.
         donate: positions of operands whose memory the results may take; the arrays given there are gone afterwards.
+        key: a digest that says what ``function`` computes from which types; it saves tracing a program that is on
+            disk. Without one the traced program is its own key.
 
     Returns:
         A callable of the operands; it enqueues the program and returns its results.
@@ -57,13 +67,26 @@ def compile_program(
     Raises:
         KeyboardInterrupt: Ctrl-C during the compile, which is abandoned.
     """
+    if key is not None:
+        found = disk_cache.load(key, device)
+        if found is not None:
+            statistics.disk_hits += 1
+            return found
     start = time.perf_counter()
     with jax.enable_x64(True):
         jitted = jax.jit(function, out_shardings=SingleDeviceSharding(device), donate_argnums=donate)
         lowered = jitted.trace(*operands).lower()
+    module = lowered.as_text()
+    if key is None:
+        key = disk_cache.digest(module, repr(donate))
+        found = disk_cache.load(key, device)
+        if found is not None:
+            statistics.disk_hits += 1
+            return found
     compiled = _wait_for(_in_thread(lowered.compile), name)
     statistics.compiles += 1
     statistics.compile_seconds += time.perf_counter() - start
+    disk_cache.save(key, device, compiled, module)
     return compiled
 
 
