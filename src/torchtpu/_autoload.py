@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import sys
 import warnings
+from pathlib import Path
 
 _explicit = False  # `import torchtpu` is under way or done
 _registered = False
@@ -77,6 +78,8 @@ def register() -> None:
             "elapsed_time": devices.Event.elapsed_time,
         }
     )
+    libraries = torch, sys.modules["torchtpu"]
+    extension.set_library_folders([str(Path(str(m.__file__)).parent) + os.sep for m in libraries])
     devices.at_start(_start)
     torch.utils.rename_privateuse1_backend("tpu")
     torch._register_device_module("tpu", device)

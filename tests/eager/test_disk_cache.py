@@ -16,7 +16,8 @@ PROGRAM = """
 import json, warnings
 import torch, torchtpu
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.GELU(), torch.nn.Linear(8, 3)).to("tpu")
+layers = torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.GELU(), torch.nn.Linear(8, 3)
+model = torch.nn.Sequential(*layers).to("tpu")
 optimizer = torch.optim.AdamW(model.parameters())
 x = torch.linspace(-1, 1, 24).reshape(4, 6).to("tpu")
 losses = []

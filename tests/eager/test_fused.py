@@ -180,6 +180,35 @@ def test_a_failed_program_says_so_where_its_values_are_read():
     assert torch.ones(2, device="tpu").sum().item() == 2
 
 
+def test_out_of_memory_names_the_largest_tensors_and_where_they_were_made():
+    weights = [torch.ones(1 << 19, device="tpu") for _ in range(3)]  # made here
+    product = weights[0][:1024, None] * weights[1][:1024]
+    torch.tpu.synchronize()
+    huge = torch.empty(1 << 42, device="tpu")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        huge.add_(1.0).sum().item()
+    here = __file__
+    line = test_out_of_memory_names_the_largest_tensors_and_where_they_were_made.__code__.co_firstlineno
+    assert f"6.00 MiB: 3 x float32[524288], aten.ones.default, {here}:{line + 1}" in str(caught.value)
+    assert f"4.00 MiB: 1 x float32[1024, 1024], aten.mul.Tensor, {here}:{line + 2}" in str(caught.value)
+    assert product.sum().item() == 1 << 20
+
+
+def test_peak_memory_counts_what_a_program_needs():
+    x = torch.ones(1 << 18, device="tpu")
+    torch.tpu.synchronize()
+    torch.tpu.reset_peak_memory_stats()
+    held = torch.tpu.memory_allocated()
+    y = (x + 1).sin()
+    torch.tpu.synchronize()
+    assert held + y.nbytes <= torch.tpu.max_memory_used() <= held + y.nbytes + 4096
+    torch.tpu.reset_peak_memory_stats()
+    for _ in range(3):
+        x.mul_(2)  # in place: nothing is held twice
+        torch.tpu.synchronize()
+    assert torch.tpu.max_memory_used() <= held + y.nbytes + 4096
+
+
 def test_random_numbers_do_not_depend_on_the_mode():
     torch.manual_seed(5)
     a = torch.randn(7, device="tpu"), torch.nn.functional.dropout(torch.ones(50, device="tpu"), 0.5)

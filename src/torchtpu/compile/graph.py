@@ -79,7 +79,7 @@ class GraphProgram:
                 size = tuple(result.shape)
                 if meta is None or meta.size != size:
                     meta = Meta(size, row_major(size), to_torch(result.dtype))
-                specs.append(make_spec(meta.size, meta.stride, meta.dtype))
+                specs.append(make_spec(meta.size, meta.stride, meta.dtype, self.name))
                 arrays.append(physical_value(rounded(result, meta.dtype), meta))
             notes["specs"] = specs
             notes["checks"] = tuple((c.message, c.error) for c in trace.checks)

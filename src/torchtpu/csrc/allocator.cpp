@@ -71,6 +71,10 @@ class CellTable {
     const std::lock_guard<std::mutex> lock(mutex_);
     cells_.erase(cell->address);
   }
+  void each(const std::function<void(const Cell*)>& function) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [address, cell] : cells_) function(cell);
+  }
   Cell* find(uintptr_t address) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = cells_.find(address);
@@ -146,10 +150,12 @@ void delete_cell(void* context) {
   auto* cell = static_cast<Cell*>(context);
   cells().remove(cell);
   account(cell, cell->device, cell->nbytes, false);
-  if (cell->value != nullptr) {
+  if (cell->value != nullptr || cell->op != nullptr || cell->file != nullptr) {
     if (!interpreter_usable()) return;  // leaked: the value cannot be released any more
     py::gil_scoped_acquire gil;
-    Py_DECREF(cell->value);
+    Py_XDECREF(cell->value);
+    Py_XDECREF(cell->op);
+    Py_XDECREF(cell->file);
   }
   delete cell;
 }
@@ -291,9 +297,18 @@ c10::DataPtr allocate_on(size_t nbytes, c10::DeviceIndex device) {
   cell->nbytes = nbytes;
   cell->device = index;
   cell->address = reinterpret_cast<uintptr_t>(address);
+  if (nbytes >= kLarge) note_origin(cell);
   cells().add(cell);
   account(address, index, nbytes, true);
   return {address, cell, &delete_cell, c10::Device(kTPU, index)};
+}
+
+void for_each_cell(const std::function<void(const Cell*)>& function) { cells().each(function); }
+
+size_t allocated_bytes(c10::DeviceIndex device) {
+  auto& all = statistics();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return static_cast<size_t>(all.devices.at(static_cast<size_t>(device)).allocated_bytes[0].current);
 }
 
 Cell* cell_of(const c10::StorageImpl* storage) {

@@ -255,6 +255,7 @@ struct Spec {
   std::vector<int64_t> sizes, strides, shape;
   c10::ScalarType dtype;
   size_t nbytes;
+  PyObject* op;  // the operator's name, or None
 };
 
 void set_cell(Cell* cell, PyObject* value, std::vector<int64_t> shape, c10::ScalarType dtype) {
@@ -267,7 +268,9 @@ void set_cell(Cell* cell, PyObject* value, std::vector<int64_t> shape, c10::Scal
 
 at::Tensor make_tensor(const Spec& spec, PyObject* value, c10::DeviceIndex device) {
   auto data = allocate_on(spec.nbytes, device);
-  set_cell(static_cast<Cell*>(data.get_context()), value, spec.shape, spec.dtype);
+  auto* cell = static_cast<Cell*>(data.get_context());
+  set_cell(cell, value, spec.shape, spec.dtype);
+  if (spec.nbytes >= kLarge && spec.op != Py_None) cell->op = Py_NewRef(spec.op);
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), spec.nbytes, std::move(data), allocator(), /*resizable=*/true);
   auto result = at::detail::make_tensor<c10::TensorImpl>(
@@ -306,15 +309,19 @@ PyMethodDef g_fast_methods[] = {
 };
 
 py::capsule make_spec(
-    std::vector<int64_t> sizes, std::vector<int64_t> strides, std::vector<int64_t> shape, const py::object& dtype) {
+    std::vector<int64_t> sizes, std::vector<int64_t> strides, std::vector<int64_t> shape, const py::object& dtype,
+    const py::object& op) {
   TORCH_CHECK(THPDtype_Check(dtype.ptr()), "make_spec: dtype must be a torch.dtype");
   const auto type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
   size_t elements = 1;
   for (const auto d : shape) elements *= static_cast<size_t>(d);
   auto* spec = new Spec{
-      std::move(sizes), std::move(strides), std::move(shape), type, elements * c10::elementSize(type)};
+      std::move(sizes), std::move(strides), std::move(shape), type, elements * c10::elementSize(type),
+      Py_NewRef(op.ptr())};
   return py::capsule(spec, "torchtpu.Spec", [](PyObject* c) {
-    delete static_cast<Spec*>(PyCapsule_GetPointer(c, "torchtpu.Spec"));
+    auto* old = static_cast<Spec*>(PyCapsule_GetPointer(c, "torchtpu.Spec"));
+    Py_DECREF(old->op);
+    delete old;
   });
 }
 
@@ -335,7 +342,7 @@ void bind_dispatch(py::module_& module) {
     return g_signatures.size() - 1;
   }, "Describe an overload's arguments; returns the handle for flatten().");
   module.def("make_spec", &make_spec, py::arg("sizes"), py::arg("strides"), py::arg("shape"), py::arg("dtype"),
-             "What a result looks like, for wrap().");
+             py::arg("op") = py::none(), "What a result looks like, for wrap().");
   module.def("get_value", [](const at::Tensor& t) -> py::tuple {
     auto* cell = cell_of_tensor(t);
     auto* held = value_of(cell);

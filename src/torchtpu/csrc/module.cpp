@@ -10,4 +10,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   at::autocast::set_autocast_dtype(torchtpu::kTPU, at::kBFloat16);
   torchtpu::bind_device(module);
   torchtpu::bind_dispatch(module);
+  torchtpu::bind_origin(module);
 }

@@ -9,6 +9,7 @@
 #include <c10/core/Allocator.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
 #include <vector>
 
 namespace torchtpu {
@@ -22,7 +23,13 @@ struct Cell {
   size_t nbytes = 0;           // bytes accounted to the device
   c10::DeviceIndex device = 0;
   uintptr_t address = 0;       // where PyTorch believes the storage to be
+  PyObject* op = nullptr;      // of large storages, owned: the operator that made it,
+  PyObject* file = nullptr;    // and the user's line that called it
+  int line = 0;
 };
+
+// Storages of at least this many bytes remember where they were made.
+constexpr size_t kLarge = size_t{1} << 20;
 
 // The Cell of a storage. Raises if the storage is not a tpu storage (or has been released).
 Cell* cell_of(const c10::StorageImpl* storage);
@@ -32,6 +39,15 @@ c10::Allocator* allocator();
 
 // A DataPtr with a fresh Cell of `nbytes` bytes on `device`.
 c10::DataPtr allocate_on(size_t nbytes, c10::DeviceIndex device);
+
+// Remember the Python line that asks for a storage.
+void note_origin(Cell* cell);
+
+// Call a function with every Cell there is; none is released meanwhile.
+void for_each_cell(const std::function<void(const Cell*)>& function);
+
+// Bytes that the storages of a device hold now.
+size_t allocated_bytes(c10::DeviceIndex device);
 
 // Account for a storage whose size changed (storage.resize_).
 void resize_cell(Cell* cell, size_t nbytes);
@@ -43,5 +59,6 @@ std::pair<uint64_t, uint64_t> reserve_draws(
 // Registers the bindings of dispatch.cpp / device.cpp on the extension module.
 void bind_dispatch(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
+void bind_origin(pybind11::module_& module);
 
 }  // namespace torchtpu

@@ -1,7 +1,8 @@
 """Memory of the device, in the names of torch.cuda.memory.
 
-What is accounted is what tensors hold. The runtime's own pools, and the buffers inside a running program, are only
-in mem_get_info().
+``memory_allocated`` and its peak account for what tensors hold, whether their values are computed yet or, in fused
+mode, will never be. ``max_memory_used`` is the footprint of the programs that ran: the tensors they found, their
+results and temporaries. The runtime's own pools are only in mem_get_info().
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ __all__ = [
     "empty_cache",
     "max_memory_allocated",
     "max_memory_reserved",
+    "max_memory_used",
     "mem_get_info",
     "memory_allocated",
     "memory_reserved",
@@ -56,9 +58,23 @@ def max_memory_reserved(device: Any = None) -> int:
     return memory_stats(device).get("reserved_bytes.all.peak", 0)
 
 
+def max_memory_used(device: Any = None) -> int:
+    """The most bytes in use while a fused program ran, since the start or the last reset_peak_memory_stats().
+
+    Tensors, the program's results and its temporaries (XLA's own figure), less memory that results take over from
+    operands.
+    """
+    from torchtpu.runtime import memory
+
+    return memory.peak(device_index(device))
+
+
 def reset_peak_memory_stats(device: Any = None) -> None:
     """Let the peaks start again from what is held now."""
+    from torchtpu.runtime import memory
+
     torch.accelerator.reset_peak_memory_stats(device_index(device))
+    memory.reset(device_index(device))
 
 
 reset_max_memory_allocated = reset_peak_memory_stats

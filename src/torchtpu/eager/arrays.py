@@ -29,9 +29,11 @@ __all__ = [
 
 
 @functools.lru_cache(maxsize=65536)
-def make_spec(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """The C++ description of a tensor with a storage of its own, for ``_C.wrap``; its value has ``physical_shape``."""
-    return _C.make_spec(size, stride, physical_shape(size, stride), dtype)
+def make_spec(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, op: str | None = None) -> Any:
+    """The C++ description of a tensor with a storage of its own, for ``_C.wrap``; its value has ``physical_shape``.
+    ``op`` names its maker in out-of-memory errors.
+    """
+    return _C.make_spec(size, stride, physical_shape(size, stride), dtype, op)
 
 
 @functools.lru_cache(maxsize=65536)

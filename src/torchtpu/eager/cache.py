@@ -14,7 +14,7 @@ import numpy as np
 
 from torchtpu.eager.program import Kind, Program
 from torchtpu.runtime import devices
-from torchtpu.runtime.compiler import compile_program
+from torchtpu.runtime.compiler import compile_program, working_memory
 from torchtpu.runtime.compiler import statistics as compiler_statistics
 from torchtpu.runtime.disk_cache import digest
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RecompileWarning", "TraceCache"]
 
-Run = Callable[..., dict[int, Any]]
 
 WORTH_A_WARNING = 16
 """Traces of fewer operators compile in no time; trying things out in a shell makes many."""
@@ -36,12 +35,20 @@ class RecompileWarning(UserWarning):
 
 
 @dataclass
-class _Variant:
-    """One executable of a trace: which results it returns and which arrays it takes over."""
+class Variant:
+    """One executable of a trace.
 
-    wanted: frozenset[int]
+    Attributes:
+        sizes: the results it returns, and their bytes.
+        donated: positions of the arrays it takes over.
+        run: enqueues it: (arrays, floats, integers, seeds) -> {result number: array}.
+        working_memory: bytes it needs besides its arrays.
+    """
+
+    sizes: dict[int, int]
     donated: frozenset[int]
-    run: Run
+    run: Callable[..., dict[int, Any]]
+    working_memory: int
 
 
 @dataclass
@@ -49,7 +56,7 @@ class _Known:
     """A trace that has been compiled."""
 
     programs: list[Program]
-    variants: list[_Variant] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)
 
 
 class TraceCache:
@@ -62,16 +69,13 @@ class TraceCache:
         self.misses: deque[str] = deque(maxlen=32)
         self.warned: Counter[str] = Counter()
 
-    def find(self, trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> Run:
+    def find(self, trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> Variant:
         """The executable for a trace.
 
         Args:
             trace: what was recorded.
             wanted: numbers of the results that something refers to.
             free: positions of the arrays that nothing but the trace refers to.
-
-        Returns:
-            A function of (arrays, floats, integers, seeds) that enqueues the program: {result number: array}.
         """
         self.counts["flushes"] += 1
         self.counts["operators"] += len(trace.programs)
@@ -81,17 +85,17 @@ class TraceCache:
         if known is not None:
             for variant in known.variants:
                 # Computing more than is needed is cheaper than compiling again; memory still in use must not be taken.
-                if variant.donated <= may and need <= variant.wanted:
+                if variant.donated <= may and need <= variant.sizes.keys():
                     self.counts["cache_hits"] += 1
-                    return variant.run
+                    return variant
         self._explain(trace, known)
         donated = _donations(trace, wanted, free)
-        run = _build(trace, wanted, donated)
+        variant = _build(trace, wanted, donated)
         if known is None:
             known = self.known[key] = _Known(list(trace.programs))
             self.by_head.setdefault(trace.programs[0].name, deque(maxlen=8)).append(known.programs)
-        known.variants.append(_Variant(need, frozenset(donated), run))
-        return run
+        known.variants.append(variant)
+        return variant
 
     def _explain(self, trace: Trace, known: _Known | None) -> None:
         """Note why a trace is compiled; warn if one of the same operators has been compiled before."""
@@ -160,7 +164,7 @@ def _donations(trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> 
     return tuple(donated)
 
 
-def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> Run:
+def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> Variant:
     """Compile a trace."""
     programs, signature = list(trace.programs), list(trace.signature)
 
@@ -186,7 +190,9 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> R
         with jax.enable_x64(True):
             return dict(zip(wanted, compiled(floats, integers, seeds, *arrays), strict=True))
 
-    return run
+    types = [t for p in programs for t in p.result_types]
+    sizes = {i: types[i].size * types[i].dtype.itemsize for i in wanted}
+    return Variant(sizes, frozenset(donated), run, working_memory(compiled))
 
 
 def _digest(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> str:

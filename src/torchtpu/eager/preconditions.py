@@ -63,11 +63,7 @@ def require_no_overlap(written: list[torch.Tensor], read: list[Any]) -> None:
 
 def _partly_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """PyTorch's rule (``at::get_overlap_status``): only dense tensors are judged."""
-    if (
-        a.device != b.device
-        or _C.storage_of(a)[0] != _C.storage_of(b)[0]
-        or not (a.numel() and b.numel())
-    ):
+    if a.device != b.device or _C.storage_of(a)[0] != _C.storage_of(b)[0] or not (a.numel() and b.numel()):
         return False
     if not _dense(a) or not _dense(b):
         return False

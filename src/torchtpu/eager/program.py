@@ -219,7 +219,7 @@ class Program:
             v for v in closed.jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)
         )
         self.starts = sum(len(w.starts) for w in call.windows if not w.plan.static)
-        self.outputs = [output_spec(m) for m in notes["outputs"]]
+        self.outputs = [output_spec(m, self.name) for m in notes["outputs"]]
         self.writes = [(i, storage_spec(call.operands[i])) for i in notes["writes"]]
         self.checks = notes["checks"]
         self.nested = notes["nested"]
@@ -397,11 +397,11 @@ def physical_value(array: jax.Array, meta: Meta) -> jax.Array:
     return array if order == tuple(range(len(order))) else array.transpose(order)
 
 
-def output_spec(meta: Meta | Constant) -> Any:
+def output_spec(meta: Meta | Constant, op: str) -> Any:
     """The C++ description of a new tensor; a constant is its own."""
     if isinstance(meta, Constant):
         return meta
-    return make_spec(meta.size, meta.stride, meta.dtype)
+    return make_spec(meta.size, meta.stride, meta.dtype, op)
 
 
 def storage_spec(storage: Storage | None) -> Any:

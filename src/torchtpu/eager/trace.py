@@ -24,7 +24,7 @@ from torchtpu.eager import modes
 from torchtpu.eager.arrays import number_operand
 from torchtpu.eager.cache import TraceCache
 from torchtpu.eager.program import Kind, Program
-from torchtpu.runtime import checks, devices
+from torchtpu.runtime import checks, devices, memory
 
 __all__ = ["Pending", "flush", "flush_all", "force", "record"]
 
@@ -177,8 +177,11 @@ def flush(device: int) -> None:
         arrays = trace.arrays
         free = tuple(i for i in range(len(arrays)) if sys.getrefcount(arrays[i]) <= 2)
         try:
-            run = _cache.find(trace, wanted, free)
-            values = run(
+            variant = _cache.find(trace, wanted, free)
+            held = _C.allocated_bytes(device) - sum(variant.sizes[i] for i in wanted)
+            held += sum(arrays[i].nbytes for i in free)
+            memory.note(device, held + variant.working_memory)
+            values = variant.run(
                 arrays,
                 np.asarray(trace.floats, np.float64),
                 np.asarray(trace.integers, np.int64),

@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from torchtpu.runtime import disk_cache
 
-__all__ = ["Statistics", "compile_program", "statistics"]
+__all__ = ["Statistics", "compile_program", "statistics", "working_memory"]
 
 _THREAD = "torchtpu-compile"
 
@@ -88,6 +88,14 @@ def compile_program(
     statistics.compile_seconds += time.perf_counter() - start
     disk_cache.save(key, device, compiled, module)
     return compiled
+
+
+def working_memory(compiled: Any) -> int:
+    """Bytes that a compiled program needs besides its operands: results and temporaries, less what takes over the
+    memory of operands.
+    """
+    analysis = compiled.memory_analysis()
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
 @dataclass

@@ -107,10 +107,10 @@ def load(key: str, device: jax.Device) -> Any | None:
         body = data[len(_MAGIC) + _DIGEST :]
         if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : -len(body) or None]:
             raise ValueError("its checksum does not match")
-        needs_lapack, *serialized = pickle.loads(body)
+        needs_lapack, executable, inputs, outputs = pickle.loads(body)
         if needs_lapack:
             _prepare_lapack()
-        program = serialize_executable.deserialize_and_load(*serialized, device.client, [device])
+        program = serialize_executable.deserialize_and_load(executable, inputs, outputs, device.client, [device])
     except Exception as error:
         warnings.warn(f"torchtpu discards the damaged cache file {path} ({error}) and compiles", stacklevel=2)
         with contextlib.suppress(OSError):
