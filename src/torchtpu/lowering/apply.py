@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
@@ -97,8 +97,13 @@ def _interpret(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return run_graph(graph, arrays)
 
 
-def run_graph(graph: torch.fx.Graph, inputs: list[Any]) -> Any:
+def run_graph(graph: torch.fx.Graph, inputs: list[Any], run: Callable[..., Any] = apply) -> Any:
     """Interpret an FX graph of functional aten operators on JAX arrays.
+
+    Args:
+        graph: the graph.
+        inputs: values of its placeholders.
+        run: runs one operator; takes it, its arguments and its keyword arguments.
 
     Raises:
         NoLowering: the graph mutates a tensor or calls something that is not an aten operator.
@@ -121,7 +126,10 @@ def run_graph(graph: torch.fx.Graph, inputs: list[Any]) -> Any:
             if node.target._schema.is_mutable:
                 raise NoLowering(f"the decomposition mutates a tensor: {node.target}")
             a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = apply(node.target, tuple(a), dict(k))
+            values[node] = run(node.target, tuple(a), dict(k))
+        elif isinstance(node.target, HigherOrderOperator) and run is not apply:
+            a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = run(node.target, tuple(a), dict(k))
         elif callable(node.target):
             a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*a, **k)
