@@ -16,6 +16,7 @@ import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import OpOverload
 
+from torchtpu.eager.fakes import META_KERNELS
 from torchtpu.eager.host import HOST_KERNELS
 from torchtpu.eager.kernels import make_kernel
 from torchtpu.eager.schema import derive
@@ -52,6 +53,9 @@ def register() -> list[torch.library.Library]:
         library.impl(name, kernel, "PrivateUse1")
     for op in _programs():
         library.impl(short_name(op).removesuffix(".default"), _lazy_kernel(op), "PrivateUse1")
+    for name, kernel in META_KERNELS.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            library.impl(name, kernel, "Meta")
     _hide_from_dynamo(_fallback)
     catch_all = torch.library.Library("_", "IMPL")
     catch_all.fallback(_fallback, "PrivateUse1")

@@ -12,7 +12,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from torchtpu.lowering.dtypes import to_torch
+from torchtpu.lowering.dtypes import to_jax, to_torch
 from torchtpu.lowering.registry import Lowering, find
 
 __all__ = ["NoLowering", "apply", "can_lower", "short_name"]
@@ -116,8 +116,7 @@ def run_graph(graph: torch.fx.Graph, inputs: list[Any], run: Callable[..., Any] 
         elif node.op == "output":
             return torch.fx.node.map_arg(node.args[0], values.__getitem__)
         elif node.op == "get_attr":
-            constant = getattr(graph.owning_module, node.target)
-            values[node] = jax.numpy.asarray(constant.numpy())
+            values[node] = _constant(getattr(graph.owning_module, node.target))
         elif isinstance(node.target, OpOverload):
             if node.target is torch.ops.aten.sym_size.int:
                 array, dim = torch.fx.node.map_arg(node.args, values.__getitem__)
@@ -136,3 +135,9 @@ def run_graph(graph: torch.fx.Graph, inputs: list[Any], run: Callable[..., Any] 
         else:
             raise NoLowering(f"cannot interpret {node.format_node()}")
     raise AssertionError("a graph without an output")
+
+
+def _constant(tensor: torch.Tensor) -> jax.Array:
+    """A tensor that a graph holds, wherever it lives; its bits are taken, since NumPy does not know every dtype."""
+    flat = tensor.detach().cpu().reshape(-1)
+    return jax.numpy.asarray(flat.view(torch.uint8).numpy().view(to_jax(tensor.dtype)).reshape(tensor.shape))
