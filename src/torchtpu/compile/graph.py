@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from torchtpu import _C
+from torchtpu.compile.draws import Draws, takes_draws
 from torchtpu.eager.arrays import force, make_spec, number_operand, prepare_storage
 from torchtpu.eager.errors import translate
-from torchtpu.eager.kernels import reserve_seed
-from torchtpu.eager.program import Constant, Meta, Window, dense, describe_values, key_of, physical_value, read_window
+from torchtpu.eager.kernels import reserve_seed, seed_words
+from torchtpu.eager.program import Constant, Meta, Window, dense, describe_values, physical_value, read_window
 from torchtpu.eager.views import row_major
-from torchtpu.lowering.apply import run_graph, short_name
+from torchtpu.lowering.apply import run_graph
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import rounded, to_torch
-from torchtpu.lowering.registry import find
 from torchtpu.runtime import checks, devices
 from torchtpu.runtime.compiler import compile_program
 
@@ -38,7 +38,7 @@ class GraphProgram:
         self.module = module
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.handle = _C.register_signature([n.name for n in placeholders], [False] * len(placeholders))
-        self.random = any(_is_random(n) for n in module.graph.nodes)
+        self.random = any(takes_draws(n) for n in module.graph.nodes)
         self.programs: dict[bytes, Callable[..., Any]] = {}
         output = next(n for n in module.graph.nodes if n.op == "output")
         self.metas = [_meta_of(n) for n in output.args[0]]
@@ -62,7 +62,8 @@ class GraphProgram:
 
         def traced(*given: Any) -> list[jax.Array]:
             values = list(given)
-            trace = Trace(key=key_of(values.pop()) if self.random else None)
+            trace = Trace()
+            draws = Draws(trace, values.pop() if self.random else None)
 
             def value(x: Any) -> Any:
                 if not isinstance(x, Window):
@@ -70,7 +71,7 @@ class GraphProgram:
                 return read_window(described.base(x, values), x, [jax.numpy.int32(s) for s in x.starts])
 
             with tracing(trace):
-                results = run_graph(self.module.graph, [value(x) for x in described.args])
+                results = run_graph(self.module.graph, [value(x) for x in described.args], draws.run)
             arrays, specs = [], []
             for result, meta in zip(results, self.metas, strict=True):
                 if not isinstance(result, jax.Array):
@@ -81,7 +82,7 @@ class GraphProgram:
                     meta = Meta(size, row_major(size), to_torch(result.dtype))
                 specs.append(make_spec(meta.size, meta.stride, meta.dtype, self.name))
                 arrays.append(physical_value(rounded(result, meta.dtype), meta))
-            notes["specs"] = specs
+            notes["specs"], notes["draws"] = specs, draws.count
             notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
             if trace.checks:
                 arrays.append(jax.numpy.stack([c.value.astype(jax.numpy.int64) for c in trace.checks]))
@@ -91,13 +92,13 @@ class GraphProgram:
         if self.random:
             examples.append(np.zeros(4, np.uint32))
         run = compile_program(traced, examples, devices.device(device), self.name)
-        specs, messages = notes["specs"], notes["checks"]
+        specs, messages, draws = notes["specs"], notes["checks"], notes["draws"]
 
         def call(operands: list[Any], device: int) -> list[Any]:
             for i in numbers:
                 operands[i] = number_operand(operands[i], device)
             if self.random:
-                operands.append(np.array(reserve_seed(None, device), np.uint64).view(np.uint32))
+                operands.append(seed_words(reserve_seed(None, device, draws)))
             try:
                 values = run(*operands)
             except Exception as error:
@@ -110,13 +111,6 @@ class GraphProgram:
             return [s.value if isinstance(s, Constant) else _C.wrap(s, next(made), device) for s in specs]
 
         return call
-
-
-def _is_random(node: torch.fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    entry = find(short_name(node.target))
-    return entry is not None and entry.random
 
 
 def _meta_of(node: Any) -> Meta | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch._ops import OpOverload
@@ -25,9 +26,10 @@ from torchtpu.eager.errors import translate
 from torchtpu.eager.fallback import run_on_cpu
 from torchtpu.eager.meta import Unknown, metas_of, raise_as_cpu, run_meta
 from torchtpu.eager.preconditions import require_no_overlap, require_one_device
-from torchtpu.eager.program import Call, Constant, Program, WrongOutSize, describe, name_of, trace_function
+from torchtpu.eager.program import Call, Constant, Program, WrongOutSize, describe, key_of, name_of, trace_function
 from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
+from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import to_jax
 from torchtpu.lowering.registry import Lowering, find
 from torchtpu.runtime import checks, devices
@@ -216,11 +218,14 @@ class Kernel:
             notes: dict[str, Any] = {"random": self.random}
             traced = trace_function(call, self.target, self.derived, metas, notes)
             with jax.enable_x64(True):
-                closed = jax.make_jaxpr(traced)(*self._examples(call, operands))
+                closed = jax.make_jaxpr(traced)(*self._examples(call, operands, self.random))
+                if self.random and not notes["draws"]:  # such as attention without dropout: it takes no seed
+                    notes["random"] = False
+                    closed = jax.make_jaxpr(traced)(*self._examples(call, operands, False))
             program = self.programs[structure] = Program(call, closed, notes)
         return program
 
-    def _examples(self, call: Call, operands: list[Any]) -> list[Any]:
+    def _examples(self, call: Call, operands: list[Any], random: bool) -> list[Any]:
         """Operands in the form in which a program of its own takes them; for tracing, their types are what matters."""
         examples: list[Any] = []
         for storage, x in zip(call.operands, operands, strict=True):
@@ -233,7 +238,7 @@ class Kernel:
         starts = call.starts()
         if starts is not None:
             examples.append(starts)
-        if self.random:
+        if random:
             examples.append(np.zeros(4, np.uint32))
         return examples
 
@@ -257,7 +262,7 @@ class Kernel:
                         on_device.append(jax.device_put(moving, devices.device(device)))
                 operands.append(on_device[0])
             if seed is not None:
-                operands.append(np.array(seed, np.uint64).view(np.uint32))
+                operands.append(seed_words(seed))
             run = program.run or program.compiled(operands, devices.device(device))
             try:
                 values = run(*operands)
@@ -327,11 +332,16 @@ def block(op: OpOverload, values: list[Any], device: int) -> None:
     checks.raise_failed()
 
 
-def reserve_seed(generator: torch.Generator | None, device: int) -> tuple[int, int]:
-    """(seed, offset) for a program's PRNG, of draws reserved from the generator."""
+def reserve_seed(generator: torch.Generator | None, device: int, draws: int = 1) -> tuple[int, int]:
+    """(seed, offset) for a program's PRNG, of draws reserved from the generator: one for each operator that draws."""
     if generator is not None and generator.device.type != "tpu":
         raise RuntimeError(f"Expected a 'tpu' device type for generator but found '{generator.device.type}'")
-    return _C.reserve_draws(generator, device, 1)
+    return _C.reserve_draws(generator, device, draws)
+
+
+def seed_words(seed: tuple[int, int]) -> np.ndarray:
+    """(seed, offset) in the form in which a program takes them."""
+    return np.array(seed, np.uint64).view(np.uint32)
 
 
 def find_generator(args: Any, kwargs: Any) -> torch.Generator | None:
@@ -370,7 +380,9 @@ class _Dynamic:
             if n not in dropped and n not in ("generator", "device", "layout", "pin_memory")
         }
         checks.raise_failed()
-        with jax.enable_x64(True), jax.default_device(devices.device(device)):
+        generator = find_generator(args, kwargs)
+        trace = Trace(lambda: key_of(jnp.asarray(seed_words(reserve_seed(generator, device)))))
+        with jax.enable_x64(True), jax.default_device(devices.device(device)), tracing(trace):
             result = self.entry.function(*plain, **named)
             arrays = [
                 jax.device_put(a, devices.device(device))

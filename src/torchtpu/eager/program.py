@@ -289,7 +289,8 @@ def trace_function(
 ) -> Callable[..., Any]:
     """The function that JAX traces: operands -> [values of new tensors..., new values of written storages..., checks].
 
-    ``notes`` receives what only tracing reveals: ``outputs`` (Meta of every new tensor), ``writes`` and ``checks``.
+    ``notes`` receives what only tracing reveals: ``outputs`` (Meta of every new tensor), ``writes``, ``draws`` (whether
+    random numbers were drawn) and ``checks``.
     """
     names = [a.name for a in call.op._schema.arguments]
     moving = sum(len(w.starts) for w in call.windows if not w.plan.static)
@@ -298,7 +299,8 @@ def trace_function(
         operands = list(given)
         trace = Trace()
         if notes["random"]:
-            trace.key = key_of(operands.pop())
+            seed = operands.pop()
+            trace.reserve = lambda: key_of(seed)
         starts = list(operands.pop()) if moving else []
         bases = {w.operand: call.base(w, operands) for w in call.windows}
         begin: dict[int, list[jax.Array]] = {}
@@ -353,6 +355,7 @@ def trace_function(
                     if window.operand not in written:
                         written.append(window.operand)
         notes["writes"] = written
+        notes["draws"] = trace.keys_used > 0
         notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
         values += [bases[i] for i in written]
         if trace.checks:
@@ -370,7 +373,7 @@ def read_window(base: jax.Array, window: Window, starts: Sequence[Any]) -> jax.A
 
 
 def key_of(seed: jax.Array) -> jax.Array:
-    """The program's PRNG key, from four words: the generator's seed and its offset, low word first."""
+    """An operator's PRNG key, from four words: the generator's seed and its offset, low word first."""
     key = jax.random.wrap_key_data(seed[:2], impl="threefry2x32")
     return jax.random.fold_in(jax.random.fold_in(key, seed[2]), seed[3])
 

@@ -19,9 +19,11 @@ __all__ = ["Derived", "derive", "written_arguments"]
 # In-place names whose functional partner is called differently.
 _PARTNERS = {
     "normal_.default": "normal_functional.default",
+    "normal.out": "normal_functional.default",
     "bernoulli_.float": "bernoulli.p",
     "bernoulli_.Tensor": "bernoulli.Tensor",
     "rrelu_with_noise_.default": "rrelu_with_noise_functional.default",
+    "rrelu_with_noise.out": "rrelu_with_noise_functional.default",
     "rrelu_with_noise.default": "rrelu_with_noise_functional.default",
     "_native_batch_norm_legit.default": "_native_batch_norm_legit_functional.default",
     "_batch_norm_with_update.default": "_batch_norm_with_update_functional.default",

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from torchtpu.lowering.dtypes import to_torch
+from torchtpu.lowering.dtypes import to_jax, to_torch
 from torchtpu.lowering.registry import Lowering, find
 
 __all__ = ["NoLowering", "apply", "can_lower", "short_name"]
@@ -97,8 +97,13 @@ def _interpret(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return run_graph(graph, arrays)
 
 
-def run_graph(graph: torch.fx.Graph, inputs: list[Any]) -> Any:
+def run_graph(graph: torch.fx.Graph, inputs: list[Any], run: Callable[..., Any] = apply) -> Any:
     """Interpret an FX graph of functional aten operators on JAX arrays.
+
+    Args:
+        graph: the graph.
+        inputs: values of its placeholders.
+        run: runs one operator; takes it, its arguments and its keyword arguments.
 
     Raises:
         NoLowering: the graph mutates a tensor or calls something that is not an aten operator.
@@ -111,8 +116,7 @@ def run_graph(graph: torch.fx.Graph, inputs: list[Any]) -> Any:
         elif node.op == "output":
             return torch.fx.node.map_arg(node.args[0], values.__getitem__)
         elif node.op == "get_attr":
-            constant = getattr(graph.owning_module, node.target)
-            values[node] = jax.numpy.asarray(constant.numpy())
+            values[node] = _constant(getattr(graph.owning_module, node.target))
         elif isinstance(node.target, OpOverload):
             if node.target is torch.ops.aten.sym_size.int:
                 array, dim = torch.fx.node.map_arg(node.args, values.__getitem__)
@@ -121,10 +125,19 @@ def run_graph(graph: torch.fx.Graph, inputs: list[Any]) -> Any:
             if node.target._schema.is_mutable:
                 raise NoLowering(f"the decomposition mutates a tensor: {node.target}")
             a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = apply(node.target, tuple(a), dict(k))
+            values[node] = run(node.target, tuple(a), dict(k))
+        elif isinstance(node.target, HigherOrderOperator) and run is not apply:
+            a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = run(node.target, tuple(a), dict(k))
         elif callable(node.target):
             a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*a, **k)
         else:
             raise NoLowering(f"cannot interpret {node.format_node()}")
     raise AssertionError("a graph without an output")
+
+
+def _constant(tensor: torch.Tensor) -> jax.Array:
+    """A tensor that a graph holds, wherever it lives; its bits are taken, since NumPy does not know every dtype."""
+    flat = tensor.detach().cpu().reshape(-1)
+    return jax.numpy.asarray(flat.view(torch.uint8).numpy().view(to_jax(tensor.dtype)).reshape(tensor.shape))

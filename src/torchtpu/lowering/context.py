@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import jax
@@ -30,11 +30,23 @@ OK = -(2**63)
 
 @dataclass
 class Trace:
-    """One program being traced."""
+    """One program being traced.
 
+    Attributes:
+        reserve: gives an operator's key when it first draws, and counts the draw; None where nothing may be drawn.
+        key: the key of the operator being traced, once it has drawn.
+        keys_used: how many keys were derived from it.
+        checks: the run-time checks so far.
+    """
+
+    reserve: Callable[[], jax.Array] | None = None
     key: jax.Array | None = None
     keys_used: int = 0
     checks: list[Check] = field(default_factory=list)
+
+    def begin_operator(self, reserve: Callable[[], jax.Array]) -> None:
+        """The next operator of a graph begins: what it draws is its own."""
+        self.reserve, self.key, self.keys_used = reserve, None, 0
 
 
 _state = threading.local()
@@ -52,13 +64,18 @@ def tracing(trace: Trace) -> Iterator[Trace]:
 
 
 def random_key() -> jax.Array:
-    """A fresh JAX PRNG key of this program, derived from the generator's (seed, offset), which are operands of the
+    """A fresh JAX PRNG key of this operator, derived from the generator's (seed, offset), which are operands of the
     program.
+
+    An operator takes one draw from the generator, however many keys it needs, and none if it never asks: evaluation
+    must not move the numbers of training.
 
     Raises:
         RuntimeError: the lowering was not registered with ``random=True``.
     """
     trace: Trace | None = getattr(_state, "trace", None)
+    if trace is not None and trace.key is None and trace.reserve is not None:
+        trace.key = trace.reserve()
     if trace is None or trace.key is None:
         raise RuntimeError("a lowering that draws random numbers must be registered with random=True")
     key = jax.random.fold_in(trace.key, trace.keys_used)
