@@ -301,6 +301,28 @@ def _hspmm(mat1: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
     return coo(result._indices(), result._values(), result.shape)
 
 
+def _sspaddmm_out(
+    self: torch.Tensor,
+    mat1: torch.Tensor,
+    mat2: torch.Tensor,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """``beta * self + alpha * (mat1 @ mat2)`` as a sparse matrix; ``smm`` gives ``out`` for ``self``, whatever its size."""
+    product = _hspmm(mat1, mat2)
+    rows, columns = product._nnz(), mat2.shape[1]
+    row = product._indices()[0].repeat_interleave(columns, output_size=rows * columns)
+    indices = torch.stack([row, torch.arange(columns, device=row.device).repeat(rows)])
+    values = product._values().reshape(-1) * alpha
+    if self is not out or self._nnz():
+        if self.shape != product.shape:
+            raise RuntimeError(f"sspaddmm: Argument #1: Expected size {list(product.shape)}, got {list(self.shape)}")
+        indices, values = torch.cat([self._indices(), indices], 1), torch.cat([self._values() * beta, values])
+    return assign(out, coo(indices, values, product.shape), "sspaddmm")
+
+
 def _index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     if self.dim() == 0:
         raise IndexError("index_select() cannot be applied to a 0-dim tensor.")
@@ -363,6 +385,23 @@ def _sparse_mask(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("sparse_mask(): expects sparse inputs with equal number of sparse dimensions")
         values = _values_at(self.coalesce(), _keys(indices, mask.shape[:sparse_dim]))
     return coo(indices.clone(), values, mask.shape, mask.is_coalesced())
+
+
+def _mask_projection(self: torch.Tensor, mask: torch.Tensor, accumulate_matches: bool = False) -> torch.Tensor:
+    """The elements where the mask has one, zeros elsewhere: the gradient of ``sparse_mask``."""
+    if mask.shape != self.shape:
+        raise RuntimeError(
+            f"sparse_mask_projection(): operands have incompatible sizes; self has size {list(self.shape)} but mask has "
+            f"size {list(mask.shape)}"
+        )
+    sizes = self.shape[: self.sparse_dim()]
+    known, key = torch.sort(_keys(mask._indices(), sizes)).values, _keys(self._indices(), sizes)
+    matches = torch.searchsorted(known, key, right=True) - torch.searchsorted(known, key)
+    values = self._values()
+    matches = matches.reshape(-1, *(1,) * (values.dim() - 1))
+    scaled = values * matches.to(values.dtype) if accumulate_matches else values
+    kept = torch.where(matches > 0, scaled, torch.zeros_like(values))
+    return coo(self._indices().clone(), kept, self.shape, self.is_coalesced())
 
 
 class _Groups:
@@ -433,10 +472,12 @@ SPARSE_KERNELS: dict[str, Callable[..., Any]] = {
     "bmm": _bmm,
     "bmm.out": _like_out(_bmm, "bmm"),
     "_sparse_sparse_matmul": _matmul,
+    "sspaddmm.out": _sspaddmm_out,
     "hspmm": _hspmm,
     "hspmm.out": _like_out(_hspmm, "hspmm"),
     "index_select": _index_select,
     "sparse_mask": _sparse_mask,
+    "_sparse_mask_projection": _mask_projection,
     "_sparse_sum_backward": _sum_backward,
     "_sparse_softmax": _softmax(log=False),
     "_sparse_log_softmax": _softmax(log=True),
