@@ -82,9 +82,7 @@ def run_on_cpu(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for tensor in value if isinstance(value, tuple | list) else [value]:
             if isinstance(tensor, torch.Tensor) and id(tensor) in copies:
                 cpu = copies[id(tensor)][1]
-                if cpu.shape != tensor.shape:
-                    tensor.resize_(cpu.shape)
-                tensor.copy_(cpu)
+                _write_back(tensor, cpu)
                 back[id(cpu)] = tensor
 
     def up(x: Any) -> Any:
@@ -93,3 +91,15 @@ def run_on_cpu(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return x
 
     return tree_map(up, result)
+
+
+def _write_back(tensor: torch.Tensor, cpu: torch.Tensor) -> None:
+    """Give a tpu tensor what the CPU operator left in its copy."""
+    if tensor.layout is torch.sparse_coo:  # takes size and elements from what it copies
+        tensor.copy_(cpu)
+    elif tensor.layout is not torch.strided:
+        tensor.resize_as_sparse_(cpu.to(tensor.device)).copy_(cpu)
+    else:
+        if cpu.shape != tensor.shape:
+            tensor.resize_(cpu.shape)
+        tensor.copy_(cpu)

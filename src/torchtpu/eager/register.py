@@ -17,9 +17,12 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._ops import OpOverload
 
 from torchtpu.eager.fakes import META_KERNELS
+from torchtpu.eager.fallback import run_on_cpu
 from torchtpu.eager.host import HOST_KERNELS
 from torchtpu.eager.kernels import make_kernel
 from torchtpu.eager.schema import derive
+from torchtpu.eager.sparse import SPARSE_KERNELS
+from torchtpu.eager.sparse_compressed import COMPRESSED_KERNELS
 from torchtpu.eager.special import SPECIAL_KERNELS
 from torchtpu.lowering.apply import short_name
 from torchtpu.lowering.registry import find
@@ -59,6 +62,10 @@ def register() -> list[torch.library.Library]:
     _hide_from_dynamo(_fallback)
     catch_all = torch.library.Library("_", "IMPL")
     catch_all.fallback(_fallback, "PrivateUse1")
+    for key, kernels in (("SparsePrivateUse1", SPARSE_KERNELS), ("SparseCsrPrivateUse1", COMPRESSED_KERNELS)):
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, key)
+        catch_all.fallback(_sparse_fallback, key)
     return [library, catch_all]
 
 
@@ -124,3 +131,8 @@ def _fallback(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if kernel is None:
         kernel = _others[op] = make_kernel(op)
     return kernel(*args, **kwargs)
+
+
+def _sparse_fallback(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What neither PyTorch's own code nor a kernel does with sparse tensors: on the CPU, or refused as it refuses."""
+    return run_on_cpu(op, args, kwargs)

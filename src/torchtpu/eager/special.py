@@ -102,6 +102,35 @@ def _native_batch_norm() -> Callable[..., Any]:
     return kernel
 
 
+def _embedding_bag_backward() -> Callable[..., Any]:
+    """``_embedding_bag_backward`` gives a sparse gradient if asked to, which is another operator."""
+    dense = None
+
+    def kernel(
+        grad: torch.Tensor,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        offset2bag: torch.Tensor,
+        bag_size: torch.Tensor,
+        maximum_indices: torch.Tensor,
+        num_weights: int,
+        scale_grad_by_freq: bool,
+        mode: int,
+        sparse: bool,
+        per_sample_weights: torch.Tensor | None,
+        padding_idx: int = -1,
+    ) -> Any:
+        nonlocal dense
+        bags = (indices, offsets, offset2bag, bag_size)
+        rest = (num_weights, scale_grad_by_freq, mode)
+        if sparse:
+            return _aten._embedding_bag_sparse_backward(grad, *bags, *rest, per_sample_weights, padding_idx)
+        dense = dense or make_kernel(_aten._embedding_bag_backward.default)
+        return dense(grad, *bags, maximum_indices, *rest, sparse, per_sample_weights, padding_idx)
+
+    return kernel
+
+
 SPECIAL_KERNELS: dict[str, Callable[..., Any]] = {
     "index.Tensor": _indexing(_aten.index.Tensor),
     "_unsafe_index.Tensor": _indexing(_aten._unsafe_index.Tensor),
@@ -109,5 +138,6 @@ SPECIAL_KERNELS: dict[str, Callable[..., Any]] = {
     "_index_put_impl_": _index_put_(_aten._index_put_impl_.default),
     "index_put": _indexing(_aten.index_put.default),
     "native_batch_norm": _native_batch_norm(),
+    "_embedding_bag_backward": _embedding_bag_backward(),
 }
 """Kernels by overload."""

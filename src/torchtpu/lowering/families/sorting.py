@@ -202,6 +202,23 @@ def bucketize(self, boundaries, *, out_int32=False, right=False):
     return searchsorted(boundaries, self, out_int32=out_int32, right=right)
 
 
+@lowering("_convert_indices_from_coo_to_csr")
+def convert_indices_from_coo_to_csr(self, size, *, out_int32=False):
+    rows = jnp.arange(size + 1, dtype=self.dtype)
+    return _search(self, rows, False, None).astype(np.int32 if out_int32 else INT64)
+
+
+@lowering("_convert_indices_from_csr_to_coo")
+def convert_indices_from_csr_to_coo(crow_indices, col_indices, *, out_int32=False, transpose=False):
+    dtype = np.int32 if out_int32 else INT64
+    batch, nnz = crow_indices.shape[:-1], col_indices.shape[-1]
+    step = jnp.broadcast_to(jnp.arange(nnz, dtype=crow_indices.dtype), (*batch, nnz))
+    row, column = _search(crow_indices, step, True, None) - 1, col_indices
+    parts = [jax.lax.broadcasted_iota(dtype, (*batch, nnz), d) for d in range(len(batch))]
+    parts += [column, row] if transpose else [row, column]
+    return jnp.stack([p.astype(dtype).reshape(-1) for p in parts])
+
+
 @lowering("histc")
 def histc(self, bins=100, min=0, max=0):
     dtype = compute_dtype(self.dtype) if jnp.issubdtype(self.dtype, jnp.floating) else np.dtype("float32")
