@@ -140,7 +140,9 @@ def evenly_spaced(start, end, steps: int, dtype: np.dtype) -> jax.Array:
         cast(cast(x, dtype), compute) for x in (start, end)
     )  # PyTorch rounds the ends to the result's type first
     i = jnp.arange(steps, dtype=jnp.int32)
-    step = (end - start) / max(steps - 1, 1)
+    # XLA turns division by a constant into a product with its reciprocal, which misses whole numbers.
+    intervals = jax.lax.optimization_barrier(jnp.asarray(max(steps - 1, 1), compute))
+    step = (end - start) / intervals
     up, down = (cast(n, compute) * step for n in (i, steps - 1 - i))
     return jnp.where(i < steps // 2, start + up, end - down)
 

@@ -212,6 +212,9 @@ def _adaptive_max(rank, self, output_size):
 def _fractional_max(rank, self, kernel_size, output_size, random_samples):
     """Windows start at a random sequence: ``int((i + u) * alpha) - int(u * alpha)``, the last one at the end."""
     kernel, outs = _full(kernel_size, rank), _full(output_size, rank)
+    if self.size == 0:
+        shape = (*self.shape[:-rank], *outs)
+        return jnp.zeros(shape, self.dtype), jnp.zeros(shape, jnp.int64)
     x = self if self.ndim == rank + 2 else self[None]
 
     def starts(d, size):
