@@ -49,7 +49,7 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     if src.device.type != "tpu":
         if src.device.type != "cpu":
             src = src.cpu()
-        require_no_overlap([self], [])
+        require_no_overlap(_aten.copy_.default, [self], [])
         if src.shape != self.shape:
             src = src.expand(self.shape)
         src = src.detach().resolve_conj().resolve_neg()

@@ -114,7 +114,7 @@ class Kernel:
         args, kwargs = self._move_indices(args, kwargs)
         require_one_device(self.op, args, kwargs)
         if self.derived is not None:
-            require_no_overlap(self._written(args, kwargs), tree_leaves((args, kwargs)))
+            require_no_overlap(self.op, self._written(args, kwargs), tree_leaves((args, kwargs)))
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.device.type != "cpu"]
         for _ in range(len(tensors) + 1):
             if sum(prepare_storage(t) for t in tensors) == 0:
@@ -361,6 +361,9 @@ class _Dynamic:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         require_one_device(self.op, args, kwargs)
+        if self.derived is not None:
+            given = dict(zip(self.names, args, strict=False)) | kwargs
+            require_no_overlap(self.op, [given[n] for n in self.derived.written], tree_leaves((args, kwargs)))
         device = next(
             t.device.index
             for t in tree_leaves((args, kwargs))

@@ -40,25 +40,55 @@ def require_one_device(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         )
 
 
-def require_no_overlap(written: list[torch.Tensor], read: list[Any]) -> None:
+_READ_OUT_OF_ORDER = (
+    *("cat", "gather", "index_add", "index_copy", "index_put", "_index_put_impl", "index_reduce", "index_select"),
+    *("masked_select", "nonzero", "put", "scatter", "scatter_add", "scatter_reduce", "stack", "take"),
+)
+"""Operators that read elements in another order than they write them: a result cannot be one of their arguments."""
+_ONE_NUMBER = ("masked_fill", "index_fill")
+"""Operators that write one number, read before they start."""
+
+
+def require_no_overlap(op: OpOverload, written: list[torch.Tensor], read: list[Any]) -> None:
     """Raise PyTorch's errors for writes whose result would depend on the order of elements.
+
+    Args:
+        op: the operator.
+        written: the tensors it writes to.
+        read: all its arguments, flat; the written ones among them.
 
     Raises:
         RuntimeError: a written tensor has several elements in one place, or shares some but not all of its places with
-            one that is read.
+            one that is read, or shares any with one that is read in another order.
     """
+    base = op._schema.name.removeprefix("aten::").removesuffix("_")
+    if base in _ONE_NUMBER:
+        read = []
+    reordered = base in _READ_OUT_OF_ORDER
     for t in written:
         if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
             raise RuntimeError(
                 "unsupported operation: more than one element of the written-to tensor refers to a single memory "
                 f"location. {_CLONE}"
             )
-        for other in read:
-            if isinstance(other, torch.Tensor) and other is not t and _partly_overlap(t, other):
-                raise RuntimeError(
-                    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a "
-                    f"single memory location. {_CLONE}"
-                )
+        others = [x for x in read if isinstance(x, torch.Tensor)]
+        twice = reordered and sum(_same_places(t, x) for x in others) > 1
+        if twice or any(x is not t and _partly_overlap(t, x) for x in others):
+            raise RuntimeError(
+                "unsupported operation: some elements of the input tensor and the written-to tensor refer to a "
+                f"single memory location. {_CLONE}"
+            )
+
+
+def _same_places(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a is b:
+        return a.numel() > 0
+    return (
+        a.device == b.device
+        and _C.storage_of(a)[0] == _C.storage_of(b)[0]
+        and a.storage_offset() * a.itemsize == b.storage_offset() * b.itemsize
+        and a.nbytes == b.nbytes > 0
+    )
 
 
 def _partly_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -284,6 +284,10 @@ class Meta:
     dtype: torch.dtype
 
 
+_OUT_DECIDES = {f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nansum", "prod", "sum")}
+"""Operators that compute in the dtype of an out= argument where no dtype is given."""
+
+
 def trace_function(
     call: Call, target: OpOverload, derived: Derived | None, metas: list[Meta | None] | None, notes: dict[str, Any]
 ) -> Callable[..., Any]:
@@ -316,6 +320,8 @@ def trace_function(
         dropped = derived.dropped if derived is not None else frozenset()
         args = tuple(value(x) for n, x in zip(names, call.args, strict=False) if n not in dropped)
         kwargs = {n: value(x) for n, x in call.kwargs.items() if n not in dropped}
+        if target._schema.name in _OUT_DECIDES and dropped and kwargs.get("dtype") is None:
+            kwargs["dtype"] = given_names["out"].dtype
         with tracing(trace):
             result = apply(target, args, kwargs)
         results = list(result) if len(target._schema.returns) > 1 else [result]

@@ -224,9 +224,7 @@ def _addmm(
     if mat2.layout is not torch.strided or mat2.dim() != 2:
         raise RuntimeError(f"addmm: expected a dense matrix as 'mat2', got {mat2.layout} of {mat2.dim()} dimensions")
     if mat1.shape[1] != mat2.shape[0]:
-        raise RuntimeError(
-            f"addmm: Argument #3 (dense): Expected dim 0 size {mat1.shape[1]}, got {mat2.shape[0]}"
-        )
+        raise RuntimeError(f"addmm: Argument #3 (dense): Expected dim 0 size {mat1.shape[1]}, got {mat2.shape[0]}")
     if not self.dtype == mat1.dtype == mat2.dtype:
         raise RuntimeError(f"addmm: expected tensors of one dtype, got {self.dtype}, {mat1.dtype} and {mat2.dtype}")
     size = (mat1.shape[0], mat2.shape[1])

@@ -128,13 +128,24 @@ def _incomplete_gamma(a: Array, x: Array, *, upper: bool) -> Array:
     return value
 
 
+def _erfinv(y: Array) -> Array:
+    """XLA's approximation and one step of Newton's method, for PyTorch's accuracy: near 1 what is left counts, so the
+    complement is compared there.
+    """
+    size = jnp.abs(y)
+    x = lax.erf_inv(size)
+    miss = jnp.where(size < 0.5, lax.erf(x) - size, (1 - size) - lax.erfc(x))
+    slope = np.asarray(2 / math.sqrt(math.pi), y.dtype) * jnp.exp(-x * x)
+    return jnp.sign(y) * jnp.where(size < 1, x - miss / slope, x)
+
+
 register_unary(
     Kind.INT_TO_FLOAT,
     {
         "digamma": digamma_values,
         "erf": lax.erf,
         "erfc": lax.erfc,
-        "erfinv": lax.erf_inv,
+        "erfinv": _erfinv,
         "i0": _i0,
         "lgamma": lax.lgamma,
         "special_entr": _entr,
