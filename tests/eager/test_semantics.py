@@ -267,3 +267,50 @@ def test_overlapping_writes_are_refused():
         x.expand(2, 3).add_(1)
     with pytest.raises(RuntimeError, match="single memory location"):
         x[1:].add_(x[:-1])
+
+
+def test_emulated_dtypes_warn_once_on_a_tpu(monkeypatch):
+    from torchtpu.eager import preconditions
+
+    monkeypatch.setattr(preconditions.devices, "platform", lambda: "tpu")
+    monkeypatch.setattr(preconditions, "_warned", set())
+    x = torch.ones(2, 5, 1, 3, dtype=torch.float64, device="tpu")
+    with pytest.warns(UserWarning, match="float64 is emulated on TPU, many times slower than float32"):
+        x + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x * 2
+        torch.ones(3, device="tpu") + 1
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, i: torch.take(x, i, out=x),
+        lambda x, i: torch.cat([x, x], out=x),
+        lambda x, i: torch.gather(x, 0, i, out=x),
+        lambda x, i: torch.masked_select(x, x > 0, out=x),
+        lambda x, i: torch.index_select(x, 0, i[0], out=x),
+        lambda x, i: torch.nonzero(i, out=i),
+        lambda x, i: x.scatter_(0, i, x),
+        lambda x, i: x.index_add_(0, i[0], x),
+        lambda x, i: x.index_put_((i[0],), x),
+    ],
+)
+def test_results_that_are_read_out_of_order_cannot_be_arguments(write):
+    for device in ("cpu", "tpu"):
+        x, i = torch.rand(4, 4).to(device), torch.zeros(4, 4, dtype=torch.long).to(device)
+        with pytest.raises(RuntimeError, match="refer to a single memory location"):
+            write(x, i)
+
+
+@pytest.mark.parametrize("name", ["sum", "prod", "cumsum", "cumprod", "nansum"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_reductions_compute_in_the_dtype_of_out(name, dtype):
+    x = torch.arange(12).reshape(3, 4) * 0.7 - 3
+    if name == "nansum":
+        x = x.int()
+    expected, out = torch.zeros(0, dtype=dtype), torch.zeros(0, dtype=dtype, device="tpu")
+    getattr(torch, name)(x, dim=1, out=expected)
+    getattr(torch, name)(x.to("tpu"), dim=1, out=out)
+    assert_close(out.cpu(), expected)

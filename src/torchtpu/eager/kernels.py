@@ -25,7 +25,7 @@ from torchtpu.eager.arrays import array_of, number_operand, prepare_storage, wra
 from torchtpu.eager.errors import translate
 from torchtpu.eager.fallback import run_on_cpu
 from torchtpu.eager.meta import Unknown, metas_of, raise_as_cpu, run_meta
-from torchtpu.eager.preconditions import require_no_overlap, require_one_device
+from torchtpu.eager.preconditions import require_no_overlap, require_one_device, warn_emulated
 from torchtpu.eager.program import Call, Constant, Program, WrongOutSize, describe, key_of, name_of, trace_function
 from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
@@ -116,6 +116,7 @@ class Kernel:
         if self.derived is not None:
             require_no_overlap(self.op, self._written(args, kwargs), tree_leaves((args, kwargs)))
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.device.type != "cpu"]
+        warn_emulated(tensors)
         for _ in range(len(tensors) + 1):
             if sum(prepare_storage(t) for t in tensors) == 0:
                 break

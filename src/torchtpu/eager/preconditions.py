@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch._ops import OpOverload
 from torchtpu import _C
 from torchtpu.eager.views import physical_order
 from torchtpu.lowering.apply import short_name
+from torchtpu.runtime import devices
 
-__all__ = ["require_no_overlap", "require_one_device"]
+__all__ = ["require_no_overlap", "require_one_device", "warn_emulated"]
 
 _CLONE = "Please clone() the tensor before performing the operation."
 
@@ -38,6 +40,23 @@ def require_one_device(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
             f"{first[1]} and {t.device}! In aten.{short_name(op)}, argument '{first[0]}' is on {first[1]} and argument "
             f"'{label}' is on {t.device}: move one of them with .to(\"{first[1]}\")."
         )
+
+
+_EMULATED = {
+    torch.float64: "float64 is emulated on TPU, many times slower than float32; use float32 or bfloat16",
+    torch.complex128: "complex128 is emulated on TPU, many times slower than complex64; use complex64",
+}
+_warned: set[torch.dtype] = set()
+
+
+def warn_emulated(tensors: list[torch.Tensor]) -> None:
+    """Say once that a TPU has no arithmetic of these dtypes."""
+    if devices.platform() != "tpu":
+        return
+    for t in tensors:
+        if t.dtype in _EMULATED and t.dtype not in _warned:
+            _warned.add(t.dtype)
+            warnings.warn(f"torchtpu: {_EMULATED[t.dtype]}", stacklevel=3)
 
 
 _READ_OUT_OF_ORDER = (

@@ -33,7 +33,19 @@ def accumulator(dtype: np.dtype) -> np.dtype:
 
 def product(x: jax.Array, y: jax.Array) -> jax.Array:
     """``x @ y`` in the accumulator dtype, so that an epilogue (scale, bias) comes before the only rounding."""
+    if x.dtype.itemsize == 8 and x.dtype.kind in "iu":
+        # A TPU has no product of 64-bit integers; sums of products it emulates.
+        return jax.lax.platform_dependent(x, y, tpu=_sum_of_products, default=jnp.matmul)
     return jnp.matmul(x, y, precision=matmul_precision(), preferred_element_type=accumulator(x.dtype))
+
+
+def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
+    """``x @ y`` by broadcasting, which XLA fuses into the sum."""
+    if y.ndim == 1:
+        return jnp.sum(x * y, axis=-1, dtype=x.dtype)
+    if x.ndim == 1:
+        return jnp.sum(x[:, None] * y, axis=-2, dtype=x.dtype)
+    return jnp.sum(x[..., :, :, None] * y[..., None, :, :], axis=-2, dtype=x.dtype)
 
 
 def einsum(formula: str, *operands: jax.Array) -> jax.Array:
