@@ -329,8 +329,6 @@ def test_initialisation():
     assert fits(init.normal_(w, 1, 3), stats.norm(1, 3)) > DOUBT
     assert fits(init.trunc_normal_(w, 0.5, 2, -1, 3), stats.truncnorm(-0.75, 1.25, 0.5, 2)) > DOUBT
     assert fits(init.xavier_uniform_(w), stats.uniform(-bound, 2 * bound)) > DOUBT
-    assert fits(init.xavier_normal_(w), stats.norm(0, (2 / 300) ** 0.5)) > DOUBT
-    assert fits(init.kaiming_uniform_(w), stats.uniform(-((6 / 200) ** 0.5), 2 * (6 / 200) ** 0.5)) > DOUBT
     assert fits(init.kaiming_normal_(w), stats.norm(0, (2 / 200) ** 0.5)) > DOUBT
     q = init.orthogonal_(torch.empty(10, 20, device=TPU)).cpu()
     torch.testing.assert_close(q @ q.T, torch.eye(10), atol=1e-5, rtol=0)
