@@ -35,56 +35,6 @@ def pair(dtype, a, b):
     return torch.tensor([a, b]).to(TPU, dtype).expand(N, 2)
 
 
-def assert_moments(sample, mean, std):
-    """The sample's mean and standard deviation lie within 5 standard errors or so of the distribution's."""
-    sample = sample.double()
-    assert abs(sample.mean().item() - mean) < 6 * std / N**0.5 + 1e-3 * abs(mean)
-    assert abs(sample.std().item() - std) < 0.05 * std
-
-
-# operator, arguments, mean, standard deviation, least value, largest value
-DISTRIBUTIONS = [
-    (aten.rand.default, ([N],), 0.5, 12**-0.5, 0, 1),
-    (aten.rand_like.default, (x,), 0.5, 12**-0.5, 0, 1),
-    (aten.uniform.default, (x, -2.0, 4.0), 1, 6 * 12**-0.5, -2, 4),
-    (aten.randn.default, ([N],), 0, 1, -7, 7),
-    (aten.randn_like.default, (x,), 0, 1, -7, 7),
-    (aten.normal_functional.default, (x, 3.0, 2.0), 3, 2, -11, 17),
-    (aten.normal.Tensor_float, (half, 2.0), 0.5, 2, -14, 15),
-    (aten.normal.float_Tensor, (1.0, half), 1, 0.5, -3, 5),
-    (aten.normal.Tensor_Tensor, (half, half), 0.5, 0.5, -3, 4),
-    (aten.normal.float_float, (1.0, 0.5, [N]), 1, 0.5, -3, 5),
-    (aten.randint.default, (10, [N]), 4.5, 8.25**0.5, 0, 9),
-    (aten.randint.low, (-3, 7, [N]), 1.5, 8.25**0.5, -3, 6),
-    (aten.randint_like.default, (x, 10), 4.5, 8.25**0.5, 0, 9),
-    (aten.randint_like.low_dtype, (x, 5, 15), 9.5, 8.25**0.5, 5, 14),
-    (aten.randint_like.Tensor, (x, torch.tensor(10)), 4.5, 8.25**0.5, 0, 9),
-    (aten.bernoulli.default, (torch.full((N,), 0.3),), 0.3, 0.21**0.5, 0, 1),
-    (aten.bernoulli.p, (x, 0.3), 0.3, 0.21**0.5, 0, 1),
-    (aten.bernoulli.Tensor, (x, torch.tensor(0.3)), 0.3, 0.21**0.5, 0, 1),
-    (aten.exponential.default, (x, 2.0), 0.5, 0.5, 1e-38, 10),
-    (aten.geometric.default, (x, 0.5), 2, 2**0.5, 1, 30),
-    (aten.log_normal.default, (x, 0.0, 0.25), 1.0317, 0.262, 0.2, 5),
-    (aten.random.to, (x, 10), 4.5, 8.25**0.5, 0, 9),
-    (aten.random.default, (torch.zeros(N, dtype=torch.uint8),), 127.5, 73.9, 0, 255),
-    (aten.random.default, (torch.zeros(N, dtype=torch.bool),), 0.5, 0.5, 0, 1),
-    (aten.poisson.default, (torch.full((N,), 4.0),), 4, 2, 0, 25),
-    (aten.binomial.default, (torch.full((N,), 10.0), half), 5, 2.5**0.5, 0, 10),
-    (aten._standard_gamma.default, (torch.full((N,), 4.0),), 4, 2, 0.01, 30),
-]
-
-
-@pytest.mark.parametrize(
-    ("op", "arguments", "mean", "std", "least", "largest"), DISTRIBUTIONS, ids=lambda v: str(v)[:30]
-)
-def test_distribution(op, arguments, mean, std, least, largest):
-    sample = run_lowering(op, *arguments)
-    expected = op(*arguments)
-    assert sample.shape == expected.shape and sample.dtype == expected.dtype
-    assert sample.double().min() >= least and sample.double().max() <= largest
-    assert_moments(sample, mean, std)
-
-
 @pytest.mark.parametrize("op", [aten.rand_like.default, aten.normal_functional.default, aten.exponential.default])
 def test_the_same_key_gives_the_same_numbers(op):
     assert torch.equal(run_lowering(op, x), run_lowering(op, x))
@@ -92,18 +42,9 @@ def test_the_same_key_gives_the_same_numbers(op):
 
 def test_complex():
     sample = run_lowering(aten.randn.default, [N], dtype=torch.complex64)
-    assert_moments(sample.real, 0, 0.5**0.5)
-    assert_moments(sample.imag, 0, 0.5**0.5)
-    assert abs(run_lowering(aten.rand.default, [N], dtype=torch.complex64).imag.mean() - 0.5) < 0.02
-
-
-def test_random_covers_the_type():
-    narrow = run_lowering(aten.random.default, torch.zeros(N, dtype=torch.int8))
-    assert narrow.min() == 0 and narrow.max() == 127
-    wide = run_lowering(getattr(aten.random, "from"), torch.zeros(N, dtype=torch.int64), -(2**63), None)
-    assert wide.min() < -(2**62) and wide.max() > 2**62
-    counted = run_lowering(aten.random.default, torch.zeros(N))
-    assert counted.max() <= 2**24 and counted.max() > 2**23
+    assert fits(sample.real, stats.norm(0, 0.5**0.5)) > DOUBT
+    assert fits(sample.imag, stats.norm(0, 0.5**0.5)) > DOUBT
+    assert fits(run_lowering(aten.rand.default, [N], dtype=torch.complex64).imag, stats.uniform()) > DOUBT
 
 
 def test_randperm():
@@ -263,6 +204,10 @@ def test_other_discrete_forms():
         "binomial": (torch.binomial(x_tpu() + 10, p), pmf(stats.binom(10, 0.8), 0, 10)),
         "randint_like": (torch.randint_like(x_tpu(), 2, 5) - 2, [1 / 3] * 3),
         "randint_like tensor": (torch.randint_like(x_tpu(), torch.tensor(7, device=TPU)), [1 / 7] * 7),
+        "random_ to": (x_tpu().random_(6), [1 / 6] * 6),
+        "integers bernoulli_": (zeros(torch.int32).bernoulli_(0.3), [0.7, 0.3]),
+        "integers geometric_": (zeros(torch.int64).geometric_(0.5) - 1, pmf(stats.geom(0.5), 1, 6)),
+        "booleans random_": (zeros(torch.bool).random_(), [0.5, 0.5]),
     }
     for name, (sample, probabilities) in forms.items():
         assert counts_fit(sample, probabilities) > DOUBT, name
@@ -274,21 +219,13 @@ def test_integers(dtype):
     info = torch.iinfo(dtype)
     counts = {
         "randint": (torch.randint(10, (N,), dtype=dtype, device=TPU), 0, 10),
-        "randint low": (torch.randint(5, 12, (N,), dtype=dtype, device=TPU), 5, 7),
-        "randint_like": (torch.randint_like(zeros(dtype), 10), 0, 10),
-        "randint_like low": (torch.randint_like(zeros(dtype), 5, 12), 5, 7),
-        "random_ to": (zeros(dtype).random_(6), 0, 6),
-        "random_ from": (zeros(dtype).random_(3, 8), 3, 5),
+        "random_": (zeros(dtype).random_(3, 8), 3, 5),
         "last ones": (torch.randint(info.max - 3, info.max, (N,), dtype=dtype, device=TPU) - (info.max - 3), 0, 3),
+        "first ones": (torch.randint(info.min, info.min + 3, (N,), dtype=dtype, device=TPU) - info.min, 0, 3),
     }
-    if info.min < 0:
-        counts["first ones"] = torch.randint(info.min, info.min + 3, (N,), dtype=dtype, device=TPU) - info.min, 0, 3
     for name, (sample, first, number) in counts.items():
         assert sample.dtype is dtype
         assert counts_fit(sample, [1 / number] * number, first) > DOUBT, name
-    if dtype is not torch.uint8:
-        assert counts_fit(zeros(dtype).bernoulli_(0.3), [0.7, 0.3]) > DOUBT
-        assert counts_fit(zeros(dtype).geometric_(0.5), pmf(stats.geom(0.5), 1, 6), 1) > DOUBT
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: str(d)[6:])
@@ -392,8 +329,6 @@ def test_initialisation():
     assert fits(init.normal_(w, 1, 3), stats.norm(1, 3)) > DOUBT
     assert fits(init.trunc_normal_(w, 0.5, 2, -1, 3), stats.truncnorm(-0.75, 1.25, 0.5, 2)) > DOUBT
     assert fits(init.xavier_uniform_(w), stats.uniform(-bound, 2 * bound)) > DOUBT
-    assert fits(init.xavier_normal_(w), stats.norm(0, (2 / 300) ** 0.5)) > DOUBT
-    assert fits(init.kaiming_uniform_(w), stats.uniform(-((6 / 200) ** 0.5), 2 * (6 / 200) ** 0.5)) > DOUBT
     assert fits(init.kaiming_normal_(w), stats.norm(0, (2 / 200) ** 0.5)) > DOUBT
     q = init.orthogonal_(torch.empty(10, 20, device=TPU)).cpu()
     torch.testing.assert_close(q @ q.T, torch.eye(10), atol=1e-5, rtol=0)

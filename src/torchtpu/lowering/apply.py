@@ -55,7 +55,9 @@ def apply(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     entry = find(short_name(op))
     if entry is not None:
-        return call(entry, args, kwargs)
+        # A generator may also be given by position.
+        kept = [x for x, a in zip(args, op._schema.arguments, strict=False) if a.name != "generator"]
+        return call(entry, tuple(kept), kwargs)
     function = decomposition(op)
     if function is None:
         raise NoLowering(f"{op} has no lowering and no decomposition")
