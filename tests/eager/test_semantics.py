@@ -269,12 +269,12 @@ def test_overlapping_writes_are_refused():
         x[1:].add_(x[:-1])
 
 
-def test_emulated_dtypes_warn_once_on_a_tpu(monkeypatch):
+def test_emulated_dtypes_warn_once_on_a_tpu(mode, monkeypatch):
     from torchtpu.eager import preconditions
 
     monkeypatch.setattr(preconditions.devices, "platform", lambda: "tpu")
     monkeypatch.setattr(preconditions, "_warned", set())
-    x = torch.ones(2, 5, 1, 3, dtype=torch.float64, device="tpu")
+    x = torch.ones(2, len(mode), 1, 3, dtype=torch.float64, device="tpu")  # a size new in each mode
     with pytest.warns(UserWarning, match="float64 is emulated on TPU, many times slower than float32"):
         x + 1
     with warnings.catch_warnings():
