@@ -22,9 +22,9 @@ import torch
 
 import torchtpu
 from benchmarks.measure import Measure, markdown
-from benchmarks.models import MODELS, measure_minilm, measure_models, measure_training
+from benchmarks.models import MODELS, measure_gpt2, measure_minilm, measure_models, measure_training
 from benchmarks.operators import measure_operators
-from benchmarks.process import measure_import, measure_transfer
+from benchmarks.process import measure_import, measure_start, measure_tenth_step, measure_transfer
 
 SECTIONS: dict[str, tuple[str, tuple[str, str]]] = {
     "import": ("`import torch`", ("with the device", "without")),
@@ -33,7 +33,10 @@ SECTIONS: dict[str, tuple[str, tuple[str, str]]] = {
     "minilm": ("A real model", ("tpu", "PyTorch CPU")),
     "transfer": ("Moving parameters", ('`.to("tpu")`', "`torch.clone`")),
     "models": ("Transformers models, small configurations", ("tpu", "PyTorch CPU")),
+    "gpt2": ("A published size", ("tpu", "PyTorch CPU")),
     "training": ("A larger model", ("tpu", "the other")),
+    "start": ("A second process, with programs on disk", ("first step", "steady step")),
+    "tenth": ("From nothing to the tenth step", ("fused", "strict")),
 }
 
 
@@ -52,7 +55,10 @@ def main() -> None:
         "minilm": measure_minilm,
         "transfer": lambda: measure_transfer(1 if quick else 3),
         "models": lambda: measure_models(options.models, 2 if quick else 7),
+        "gpt2": lambda: measure_gpt2(2 if quick else 7),
         "training": lambda: measure_training(2 if quick else 7),
+        "start": measure_start,
+        "tenth": measure_tenth_step,
     }
     versions = f"torch {torch.__version__}, jax {jax.__version__}, Python {platform.python_version()}"
     system = f"{versions}, {os.cpu_count()} CPU cores"

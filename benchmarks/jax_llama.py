@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["BATCH", "SEQ", "SIZES", "VOCAB", "forward_and_step"]
+__all__ = ["BATCH", "SEQ", "SIZES", "VOCAB", "forward_and_step", "step_memory"]
 
 HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, VOCAB, HEAD_DIM = 256, 688, 4, 8, 4, 4096, 32
 BATCH, SEQ = 8, 256
@@ -106,6 +106,16 @@ def train_step(params, mu, nu, step, ids, lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, d
         return p * (1 - lr * decay) - lr * (m / (1 - b1**step)) / (jnp.sqrt(n / (1 - b2**step)) + eps)
 
     return loss, jax.tree.map(update, params, mu, nu), mu, nu
+
+
+def step_memory() -> int:
+    """Bytes that the donated training step needs: operands, results and temporaries, by XLA's account."""
+    params = init(jax.random.key(0))
+    moments = jax.tree.map(jnp.zeros_like, params)
+    ids = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
+    lowered = jax.jit(train_step, donate_argnums=(0, 1, 2)).lower(params, moments, moments, 1.0, ids)
+    m = lowered.compile().memory_analysis()
+    return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes
 
 
 def forward_and_step() -> tuple[Callable[[], object], Callable[[], float]]:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.measure import Measure, interleave
 
-__all__ = ["MODELS", "measure_minilm", "measure_models", "measure_training"]
+__all__ = ["MODELS", "measure_gpt2", "measure_minilm", "measure_models", "measure_training"]
 
 Inputs = dict[str, torch.Tensor]
 
@@ -234,4 +234,48 @@ def measure_training(rounds: int = 7) -> list[Measure]:
             a(), b(), a(), b()  # two steps until nothing compiles any more
             found.append(interleave(f"Llama 4 x 256, 2048 tokens, {what}, against {other}", a, b, rounds=rounds))
             print(f"{found[-1].name}: {found[-1].ratio:.2f}", file=sys.stderr, flush=True)
-    return found
+
+    def strict() -> float:
+        with torch.tpu.set_eager_mode("strict"):
+            return ours[1]()
+
+    strict(), strict(), ours[1]()
+    found.append(
+        interleave("Llama 4 x 256, 2048 tokens, training step, against strict mode", ours[1], strict, rounds=3)
+    )
+    found[-1].goal = 1 / 1.5
+    return [*found, _peak_memory(ours[1], jax_llama.step_memory())]
+
+
+def _peak_memory(step: Callable[[], float], theirs: int) -> Measure:
+    """The most memory in use during a training step, against what XLA says of the hand-written one."""
+    torch.tpu.synchronize()
+    torch.tpu.reset_peak_memory_stats()
+    step()
+    ours = torch.tpu.max_memory_used() / 2**20
+    other = theirs / 2**20
+    return Measure("peak memory of that step, against hand-written JAX", "MiB", ours, other, ours, other, goal=1.1)
+
+
+def measure_gpt2(rounds: int = 7) -> list[Measure]:
+    """GPT-2 (124 M parameters, random weights), forward of one sequence of 128 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config()).eval()
+    ids = torch.randint(0, 50257, (1, 128))
+    ours, on_device = copy.deepcopy(model).to("tpu"), ids.to("tpu")
+
+    @torch.no_grad()
+    def forward(m: Any, i: torch.Tensor) -> float:
+        return m(i).logits[0, -1, 0].item()
+
+    return [
+        interleave(
+            "GPT-2 124 M forward, 128 tokens",
+            lambda: forward(ours, on_device),
+            lambda: forward(model, ids),
+            rounds=rounds,
+            goal=1.15,
+        )
+    ]

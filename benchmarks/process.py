@@ -8,11 +8,13 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from typing import Any
 
 from benchmarks.measure import Measure
 
-__all__ = ["measure_import", "measure_transfer"]
+__all__ = ["measure_import", "measure_start", "measure_tenth_step", "measure_transfer"]
 
 
 def _installed() -> bool:
@@ -99,3 +101,67 @@ def measure_transfer(rounds: int = 3) -> list[Measure]:
     )
     measure.note = f"the process grew by {end:.2f} copies, and by {peak:.2f} at its peak (goal: at most one copy)"
     return [measure]
+
+
+_STEPS = """
+import json, sys, time
+import torch, torchtpu
+from transformers import LlamaConfig, LlamaForCausalLM
+from benchmarks import jax_llama
+
+torch.tpu.init()
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(**jax_llama.SIZES, use_cache=False)).to("tpu")
+optimizer = torch.optim.AdamW(model.parameters())
+ids = torch.randint(0, jax_llama.VOCAB, (jax_llama.BATCH, jax_llama.SEQ)).to("tpu")
+torch.tpu.synchronize()
+seconds = []
+for _ in range(10):
+    start = time.perf_counter()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.item()
+    seconds.append(time.perf_counter() - start)
+stats = torch.tpu.compile_stats()
+print(json.dumps({"seconds": seconds, **{k: stats[k] for k in ("compiles", "compile_seconds", "disk_seconds")}}))
+"""
+
+
+def _ten_steps(**environment: str) -> dict[str, Any]:
+    return json.loads(_run(_STEPS, **environment).splitlines()[-1])
+
+
+def measure_start() -> list[Measure]:
+    """The first training step of a second process, whose programs are on disk, against a steady step."""
+    with tempfile.TemporaryDirectory() as folder:
+        from torchtpu._build import cache_dir
+
+        for built in cache_dir().glob("torch-*"):
+            os.symlink(built, os.path.join(folder, built.name))
+        environment = {"TORCHTPU_CACHE_DIR": folder, "TORCHTPU_CACHE_LIMIT": "2048"}
+        cold, warm = (_ten_steps(**environment) for _ in range(2))
+    first, steady = warm["seconds"][0] - warm["disk_seconds"], statistics.median(warm["seconds"][3:])
+    measure = Measure(
+        "first step of a second process without load time, against a steady step",
+        "s",
+        first,
+        steady,
+        first,
+        steady,
+        2.0,
+    )
+    measure.note = (
+        f"cold: {cold['seconds'][0]:.1f} s, {cold['compiles']} programs compiled in {cold['compile_seconds']:.1f} s; "
+        f"warm: {warm['seconds'][0]:.2f} s, {warm['compiles']} compiled, loading took {warm['disk_seconds']:.2f} s"
+    )
+    return [measure]
+
+
+def measure_tenth_step() -> list[Measure]:
+    """Ten training steps from the first, everything compiled at once, against operators compiled one by one."""
+    ours, theirs = (
+        sum(_ten_steps(TORCHTPU_EAGER_MODE=mode, TORCHTPU_CACHE_LIMIT="0")["seconds"]) for mode in ("fused", "strict")
+    )
+    return [Measure("time to the tenth training step", "s", ours, theirs, ours, theirs, 1.0)]

@@ -126,6 +126,7 @@ class TraceCache:
             "compiles": compiler_statistics.compiles,
             "compile_seconds": compiler_statistics.compile_seconds,
             "disk_hits": compiler_statistics.disk_hits,
+            "disk_seconds": compiler_statistics.disk_seconds,
             "cache_hits": self.counts["cache_hits"],
             "flushes": self.counts["flushes"],
             "operators": self.counts["operators"],

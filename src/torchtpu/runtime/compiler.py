@@ -37,6 +37,7 @@ class Statistics:
     compiles: int = 0
     compile_seconds: float = 0.0
     disk_hits: int = 0
+    disk_seconds: float = 0.0
 
 
 statistics = Statistics()
@@ -67,11 +68,8 @@ def compile_program(
     Raises:
         KeyboardInterrupt: Ctrl-C during the compile, which is abandoned.
     """
-    if key is not None:
-        found = disk_cache.load(key, device)
-        if found is not None:
-            statistics.disk_hits += 1
-            return found
+    if key is not None and (found := _from_disk(key, device)) is not None:
+        return found
     start = time.perf_counter()
     with jax.enable_x64(True):
         jitted = jax.jit(function, out_shardings=SingleDeviceSharding(device), donate_argnums=donate)
@@ -79,15 +77,22 @@ def compile_program(
     module = lowered.as_text()
     if key is None:
         key = disk_cache.digest(module, repr(donate))
-        found = disk_cache.load(key, device)
-        if found is not None:
-            statistics.disk_hits += 1
+        if (found := _from_disk(key, device)) is not None:
             return found
     compiled = _wait_for(_in_thread(lowered.compile), name)
     statistics.compiles += 1
     statistics.compile_seconds += time.perf_counter() - start
     disk_cache.save(key, device, compiled, module)
     return compiled
+
+
+def _from_disk(key: str, device: jax.Device) -> Any | None:
+    start = time.perf_counter()
+    found = disk_cache.load(key, device)
+    if found is not None:
+        statistics.disk_hits += 1
+        statistics.disk_seconds += time.perf_counter() - start
+    return found
 
 
 def working_memory(compiled: Any) -> int:
