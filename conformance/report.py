@@ -38,7 +38,7 @@ _TITLES = {
     "views": "`op_db`, aliasing of results",
     "foreach": "foreach databases",
     "reductions": "reductions over every kind of dimension",
-    "sparse": "`op_db`, sparse COO inputs",
+    "sparse": "`op_db`, sparse COO and CSR inputs",
     "masked": "`MaskedTensor`",
     "nested": "nested (jagged) tensor database",
     "func": "`torch.func`: vmap, grad, jvp",

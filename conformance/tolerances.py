@@ -107,9 +107,7 @@ HOST_ARGUMENTS = {"tensor_split": "its indices decide sizes, so PyTorch wants th
 CPU_IGNORES_STRIDES = ("nn.functional.gelu", "narrow_copy", "nn.functional.avg_pool3d")
 """Entries whose CPU kernel writes a strided ``out`` as if it were contiguous: there is no right answer to compare."""
 
-UNSUPPORTED: dict[str, str] = {
-    r"sparse\..*|to_sparse": "sparse tensors have no storage on the device yet",
-}
+UNSUPPORTED: dict[str, str] = {}
 """Entries (``name`` or ``name:dtype``) that the device refuses by design, with the reason."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.testing._internal import common_methods_invocations as invocations
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
-from torch.testing._internal.opinfo.core import ReductionOpInfo
+from torch.testing._internal.opinfo.core import ReductionOpInfo, SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
 from conformance.case import Case
@@ -104,12 +104,31 @@ def _reduction_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
     return cases(), tolerances(info, entry)
 
 
+def _sparse_samples(info: Any, layout: str, dtype: torch.dtype) -> Iterator[Any]:
+    """The database's samples for a layout; where it has none, its dense ones with the first tensor made sparse."""
+    if getattr(info, f"sample_inputs_sparse_{layout}_func").__name__ != "_sample_inputs_unspecified":
+        yield from getattr(info, f"sample_inputs_sparse_{layout}")("cpu", dtype)
+        return
+    for sample in info.sample_inputs("cpu", dtype):
+        x = sample.input
+        if layout == "coo" and x.dim():
+            yield SampleInput(x.to_sparse(), args=sample.args, kwargs=sample.kwargs)
+            if x.dim() > 1:
+                yield SampleInput(x.to_sparse(1), args=sample.args, kwargs=sample.kwargs)
+        elif layout == "csr" and x.dim() > 1:
+            yield SampleInput(x.to_sparse_csr(), args=sample.args, kwargs=sample.kwargs)
+
+
 def _sparse_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
     info = entries()[entry]
 
     def cases() -> Cases:
-        for n, sample in enumerate(info.sample_inputs_sparse_coo("cpu", getattr(torch, dtype))):
-            yield Case(f"sparse sample {n}", call(info.op, info), _inputs(sample), reference=False)
+        for layout, supported in (("coo", info.supports_sparse), ("csr", info.supports_sparse_csr)):
+            if not supported:
+                continue
+            for n, sample in enumerate(_sparse_samples(info, layout, getattr(torch, dtype))):
+                run, exact = call(info.op, info), not is_random(info.name)
+                yield Case(f"sparse {layout} sample {n}", run, _inputs(sample), exact, reference=False)
 
     return cases(), tolerances(info, entry)
 
@@ -294,7 +313,7 @@ def _float32(
 SUITES: dict[str, Suite] = {
     "foreach": Suite(_foreach_tasks, _foreach_cases),
     "reductions": Suite(_dtypes(_reductions), _reduction_cases),
-    "sparse": Suite(_float32(entries, lambda i: i.supports_sparse), _sparse_cases),
+    "sparse": Suite(_float32(entries, lambda i: i.supports_sparse or i.supports_sparse_csr), _sparse_cases),
     "masked": Suite(_masked_tasks, _masked_cases),
     "nested": Suite(_float32(_nested), _nested_cases),
     "func": Suite(_func_tasks, _func_cases),

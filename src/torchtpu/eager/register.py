@@ -20,6 +20,7 @@ from torchtpu.eager.fakes import META_KERNELS
 from torchtpu.eager.fallback import run_on_cpu
 from torchtpu.eager.host import HOST_KERNELS
 from torchtpu.eager.kernels import make_kernel
+from torchtpu.eager.preconditions import require_one_device
 from torchtpu.eager.schema import derive
 from torchtpu.eager.sparse import SPARSE_KERNELS
 from torchtpu.eager.sparse_compressed import COMPRESSED_KERNELS
@@ -64,7 +65,7 @@ def register() -> list[torch.library.Library]:
     catch_all.fallback(_fallback, "PrivateUse1")
     for key, kernels in (("SparsePrivateUse1", SPARSE_KERNELS), ("SparseCsrPrivateUse1", COMPRESSED_KERNELS)):
         for name, kernel in kernels.items():
-            library.impl(name, kernel, key)
+            library.impl(name, _on_one_device(name, kernel), key)
         catch_all.fallback(_sparse_fallback, key)
     return [library, catch_all]
 
@@ -131,6 +132,18 @@ def _fallback(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if kernel is None:
         kernel = _others[op] = make_kernel(op)
     return kernel(*args, **kwargs)
+
+
+def _on_one_device(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel of sparse tensors, after the check that those of programs make themselves."""
+    base, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        require_one_device(op, args, kwargs)
+        return kernel(*args, **kwargs)
+
+    return checked
 
 
 def _sparse_fallback(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """Sparse COO tensors: the operators whose CPU kernels read memory, written with dense operators on indices and values.
 
-What is only geometry, or the same function of every value, is PyTorch's own code (``csrc/sparse.cpp``). Here an element is
-found by its *key*: its place in the flattened sparse dimensions. Where the number of elements depends on the data (coalescing,
-the intersection of two patterns, a product of sparse matrices) Python waits for that number; all else stays on the device.
+What is only geometry, or the same function of every value, is PyTorch's own code (``csrc/sparse.cpp``). Here an
+element is found by its *key*: its place in the flattened sparse dimensions. Where the number of elements depends on the
+data (coalescing, the intersection of two patterns, a product of sparse matrices) Python waits for that number; all else
+stays on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SPARSE_KERNELS", "assign", "coo", "expand_runs", "multiply"]
+__all__ = ["SPARSE_KERNELS", "assign", "coo", "merge", "multiply"]
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -74,17 +75,22 @@ def _accumulate(values: torch.Tensor, place: torch.Tensor, rows: int) -> torch.T
     return zeros.index_add_(0, place, wide).to(values.dtype)
 
 
-def _coalesce(self: torch.Tensor) -> torch.Tensor:
+def merge(self: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """A coalesced tensor, where ``combine(values, place, rows)`` makes one row of those that go to one place."""
     indices, values, nnz = self._indices(), self._values(), self._nnz()
     if nnz < 2:
         return coo(indices.clone(), values.clone(), self.shape, True)
     order, run = _runs(_keys(indices, self.shape[: self.sparse_dim()]))
-    summed = _accumulate(values[order], run, nnz)
+    combined = combine(values[order], run, nnz)
     # Equal keys write equal indices, so the order of writing does not matter. Both results have room for every element;
     # the windows on the front of them are what programs see, so that these two do not depend on how many are left.
     place = torch.zeros_like(indices).index_copy_(1, run, indices[:, order])
     count = int(run[-1].item()) + 1
-    return coo(place[:, :count], summed[:count], self.shape, True)
+    return coo(place[:, :count], combined[:count], self.shape, True)
+
+
+def _coalesce(self: torch.Tensor) -> torch.Tensor:
+    return merge(self, _accumulate)
 
 
 def _find(t: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,8 +139,8 @@ def _add_to_dense(dense: torch.Tensor, sparse: torch.Tensor, alpha: Any, dtype: 
     """A new dense tensor with the elements of a sparse one added where they belong."""
     if dense.shape != sparse.shape:
         raise RuntimeError(
-            f"add: expected 'self' and 'other' to have same size, but self has size {list(dense.shape)} while other has "
-            f"size {list(sparse.shape)} (FYI: dense-sparse addition does not currently support broadcasting)"
+            f"add: expected 'self' and 'other' to have same size, but self has size {list(dense.shape)} while other "
+            f"has size {list(sparse.shape)} (FYI: dense-sparse addition does not currently support broadcasting)"
         )
     values = sparse._values().to(dtype)
     values = values if alpha == 1 else values * alpha
@@ -256,7 +262,7 @@ def _bmm(self: torch.Tensor, mat2: torch.Tensor) -> torch.Tensor:
     return product.reshape(batches, rows, mat2.shape[2])
 
 
-def expand_runs(start: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _expand_runs(start: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For runs of positions, ``start[i]`` on for ``length[i]``: (the run of each position, the position)."""
     end = length.cumsum(0)
     total = int(end[-1].item()) if end.numel() else 0
@@ -281,7 +287,7 @@ def _matmul(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     row = b._indices()[0].contiguous()
     inner = a._indices()[1].contiguous()
     start, end = torch.searchsorted(row, inner), torch.searchsorted(row, inner, right=True)
-    run, position = expand_runs(start, end - start)
+    run, position = _expand_runs(start, end - start)
     indices = torch.stack([a._indices()[0][run], b._indices()[1][position]])
     values = a._values()[run] * b._values()[position]
     return coo(indices, values, (self.shape[0], other.shape[1])).coalesce()
@@ -308,7 +314,7 @@ def _sspaddmm_out(
     alpha: Any = 1,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """``beta * self + alpha * (mat1 @ mat2)`` as a sparse matrix; ``smm`` gives ``out`` for ``self``, whatever its size."""
+    """``beta * self + alpha * (mat1 @ mat2)`` as a sparse matrix; ``smm`` gives an empty ``out`` for ``self``."""
     product = _hspmm(mat1, mat2)
     rows, columns = product._nnz(), mat2.shape[1]
     row = product._indices()[0].repeat_interleave(columns, output_size=rows * columns)
@@ -341,7 +347,7 @@ def _index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Te
         raise IndexError(f"index_select(): index out of range for a dimension of size {self.shape[dim]}")
     ordered, order = torch.sort(self._indices()[dim], stable=True)
     start, end = torch.searchsorted(ordered, index), torch.searchsorted(ordered, index, right=True)
-    run, position = expand_runs(start, end - start)
+    run, position = _expand_runs(start, end - start)
     source = order[position]
     indices = self._indices()[:, source].index_copy(0, torch.tensor([dim], device=run.device), run.unsqueeze(0))
     # Elements come ordered by the new index: for the first dimension that is the order of a coalesced tensor.
@@ -389,8 +395,8 @@ def _mask_projection(self: torch.Tensor, mask: torch.Tensor, accumulate_matches:
     """The elements where the mask has one, zeros elsewhere: the gradient of ``sparse_mask``."""
     if mask.shape != self.shape:
         raise RuntimeError(
-            f"sparse_mask_projection(): operands have incompatible sizes; self has size {list(self.shape)} but mask has "
-            f"size {list(mask.shape)}"
+            f"sparse_mask_projection(): operands have incompatible sizes; self has size {list(self.shape)} but mask "
+            f"has size {list(mask.shape)}"
         )
     sizes = self.shape[: self.sparse_dim()]
     known, key = torch.sort(_keys(mask._indices(), sizes)).values, _keys(self._indices(), sizes)

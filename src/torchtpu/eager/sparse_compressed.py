@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtpu.eager.fallback import run_on_cpu
-from torchtpu.eager.sparse import assign, coo, multiply
+from torchtpu.eager.sparse import assign, coo, merge, multiply
 
 __all__ = ["COMPRESSED_KERNELS"]
 
@@ -53,17 +53,28 @@ def _flip(name: str, layout: torch.layout) -> Callable[..., torch.Tensor]:
     return kernel
 
 
-def _csr_sum(
-    self: torch.Tensor, dim: list[int], keepdim: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """The sum over rows, columns or both as a CSR matrix: elements move to index 0 there, and meet."""
-    if not keepdim:
-        raise RuntimeError("reduction operations on CSR tensors with keepdim=False is unsupported")
-    t = self.to_sparse() if dtype is None else self.to_sparse().to(dtype)
-    dims = {d % self.dim() for d in dim}
-    rows = [torch.zeros_like(r) if d in dims else r for d, r in enumerate(t._indices().unbind(0))]
-    size = [1 if d in dims else n for d, n in enumerate(t.shape)]
-    return _layout_of(coo(torch.stack(rows), t._values(), size).coalesce(), torch.sparse_csr, self)
+def _product_of(values: torch.Tensor, place: torch.Tensor, rows: int) -> torch.Tensor:
+    """Rows of products of the values that go to each place."""
+    return torch.ones((rows, *values.shape[1:]), dtype=values.dtype, device=values.device).index_reduce_(
+        0, place, values, "prod"
+    )
+
+
+def _csr_reduce(combine: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A reduction over rows, columns or both that gives a CSR matrix: elements move to index 0 there, and meet."""
+
+    def kernel(
+        self: torch.Tensor, dim: list[int], keepdim: bool = False, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if not keepdim:
+            raise RuntimeError("reduction operations on CSR tensors with keepdim=False is unsupported")
+        t = self.to_sparse() if dtype is None else self.to_sparse().to(dtype)
+        dims = {d % self.dim() for d in dim}
+        rows = [torch.zeros_like(r) if d in dims else r for d, r in enumerate(t._indices().unbind(0))]
+        size = [1 if d in dims else n for d, n in enumerate(t.shape)]
+        return _layout_of(combine(coo(torch.stack(rows), t._values(), size)), torch.sparse_csr, self)
+
+    return kernel
 
 
 def _add_out(self: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1, out: torch.Tensor) -> torch.Tensor:
@@ -221,7 +232,8 @@ COMPRESSED_KERNELS: dict[str, Callable[..., Any]] = {
     "addmv.out": _addmv_out,
     "_to_sparse_csr": _flip("_to_sparse_csr", torch.sparse_csr),
     "_to_sparse_csc": _flip("_to_sparse_csc", torch.sparse_csc),
-    "_sparse_csr_sum.dim_dtype": _csr_sum,
+    "_sparse_csr_sum.dim_dtype": _csr_reduce(torch.Tensor.coalesce),
+    "_sparse_csr_prod.dim_dtype": _csr_reduce(lambda t: merge(t, _product_of)),
     "sparse_sampled_addmm": _sampled_addmm,
     "sparse_sampled_addmm.out": _sampled_addmm_out,
     "_sparse_mm_reduce_impl": _mm_reduce,

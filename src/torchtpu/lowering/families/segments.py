@@ -12,6 +12,7 @@ from torchtpu.lowering.promotion import cast
 from torchtpu.lowering.registry import lowering
 
 _NAMES = {"sum": "add", "mean": "add", "max": "max", "min": "min", "prod": "multiply"}
+_SHORT = {"amax": "max", "amin": "min"}
 _STARTS = {"sum": 0, "mean": 0, "max": -math.inf, "min": math.inf, "prod": 1}
 
 
@@ -41,7 +42,7 @@ def _segment_of(member):
 
 @lowering("segment_reduce")
 def segment_reduce(data, reduce, lengths=None, indices=None, offsets=None, axis=0, unsafe=False, initial=None):
-    axis %= data.ndim
+    axis, reduce = axis % data.ndim, _SHORT.get(reduce, reduce)
     flat, starts, ends = _segments(data, lengths, offsets, axis)
     count = starts.shape[-1]
     segment = _segment_of(_members(flat, starts, ends))
@@ -61,7 +62,7 @@ def segment_reduce(data, reduce, lengths=None, indices=None, offsets=None, axis=
 
 @lowering("_segment_reduce_backward")
 def segment_reduce_backward(grad, output, data, reduce, lengths=None, offsets=None, axis=0, initial=None):
-    axis %= data.ndim
+    axis, reduce = axis % data.ndim, _SHORT.get(reduce, reduce)
     flat, starts, ends = _segments(data, lengths, offsets, axis)
     count = starts.shape[-1]
     member = _members(flat, starts, ends)
