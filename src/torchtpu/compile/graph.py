@@ -13,6 +13,8 @@ import torch
 
 from torchtpu import _C
 from torchtpu.compile.draws import Draws, takes_draws
+from torchtpu.compile.padding import Buckets, PaddedProgram
+from torchtpu.compile.padding_layout import NotUnderstood
 from torchtpu.eager.arrays import force, make_spec, number_operand, prepare_storage
 from torchtpu.eager.errors import translate
 from torchtpu.eager.kernels import reserve_seed, seed_words
@@ -32,10 +34,15 @@ class GraphProgram:
 
     Args:
         module: a graph of functional aten operators (what AOTAutograd gives a compiler).
+        buckets: which sizes programs are compiled for where a size changes.
+
+    Attributes:
+        exact_because: why sizes that change are compiled for exactly: operators, and what is not known of them.
     """
 
-    def __init__(self, module: torch.fx.GraphModule) -> None:
+    def __init__(self, module: torch.fx.GraphModule, buckets: Buckets) -> None:
         self.module = module
+        self.exact_because: list[str] = []
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.handle = _C.register_signature([n.name for n in placeholders], [False] * len(placeholders))
         self.random = any(takes_draws(n) for n in module.graph.nodes)
@@ -43,9 +50,21 @@ class GraphProgram:
         output = next(n for n in module.graph.nodes if n.op == "output")
         self.metas = [_meta_of(n) for n in output.args[0]]
         self.name = f"a graph of {sum(n.op == 'call_function' for n in module.graph.nodes)} operators"
+        self.padded: PaddedProgram | None = None
+        if not buckets.exact and any(_changes(n.meta.get("val")) for n in placeholders):
+            try:
+                self.padded = PaddedProgram(module, buckets, self.name)
+            except NotUnderstood as error:
+                self.exact_because.append(str(error))
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Run the graph on tensors (and sizes) and return its results."""
+        if self.padded is not None:
+            try:
+                return self.padded(inputs)
+            except NotUnderstood as error:
+                self.exact_because.append(str(error))
+                self.padded = None
         key, operands, _, device = _C.flatten(self.handle, inputs, {})
         run = self.programs.get(key)
         if run is None:
@@ -111,6 +130,12 @@ class GraphProgram:
             return [s.value if isinstance(s, Constant) else _C.wrap(s, next(made), device) for s in specs]
 
         return call
+
+
+def _changes(value: Any) -> bool:
+    """Whether an input has a size that changes from call to call, or is one."""
+    sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+    return any(isinstance(n, torch.SymInt | torch.SymFloat) for n in sizes)
 
 
 def _meta_of(node: Any) -> Meta | None:
