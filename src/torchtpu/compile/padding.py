@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import sympy
 import torch
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torchtpu import _C
 from torchtpu.compile import padding_indexing, padding_products, padding_reductions, padding_views  # noqa: F401 - rules
@@ -126,6 +128,12 @@ class PaddedProgram:
             if i not in self.changing and not isinstance(v, torch.SymInt | torch.SymFloat)
         ]
         self.symbols = self._find_symbols()
+        self.shape_env = next(
+            n.node.shape_env
+            for v in self.values
+            for n in (v.shape if isinstance(v, torch.Tensor) else [v])
+            if isinstance(n, torch.SymInt | torch.SymFloat)
+        )
         self.most = {s: self._most(s) for s in self.symbols}
         self.dims = {i: tuple(factors(n) for n in self.values[i].shape) for i in self.changing}
         self.handle = _C.register_signature([f"x{i}" for i in self.fixed], [False] * len(self.fixed))
@@ -152,14 +160,14 @@ class PaddedProgram:
                         raise NotUnderstood(f"the size {n} of an input does not tell what {min(map(str, missing))} is")
         return found
 
+    def _implied(self, relation: Any) -> bool:
+        """Whether Dynamo's guards make sure of a relation of sizes."""
+        return statically_known_true(torch.SymBool(SymNode(relation, self.shape_env, bool, None)))
+
     def _most(self, symbol: sympy.Symbol) -> int | None:
         """The largest size that a symbol can have, if the user declared one."""
-        for value in self.values:
-            for n in value.shape if isinstance(value, torch.Tensor) else [value]:
-                if isinstance(n, torch.SymInt):
-                    upper = n.node.shape_env.bound_sympy(symbol).upper
-                    return int(upper) if upper.is_Integer and upper < 2**31 else None
-        return None
+        upper = self.shape_env.bound_sympy(symbol).upper
+        return int(upper) if upper.is_Integer and upper < 2**31 else None
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run the graph on tensors and sizes.
@@ -207,7 +215,7 @@ class PaddedProgram:
             trace = Trace()
             draws = Draws(trace, rest.pop() if self.random else None)
             sizes = [rest.pop() for _ in self.symbols]
-            frame = Frame(buckets, dict(zip(self.symbols, reversed(sizes), strict=True)))
+            frame = Frame(buckets, dict(zip(self.symbols, reversed(sizes), strict=True)), self._implied)
             arrays = [rest.pop() for _ in self.changing][::-1]
             values: dict[int, Any] = {}
             for i, x in zip(self.fixed, fixed.args, strict=True):
@@ -358,14 +366,14 @@ class _Padding:
         shape = frame.shape([dims[i] for i in order])
         value, held, _ = _C.get_value(t)
         if value is None:
-            return jax.device_put(np.zeros(shape, to_jax(t.dtype)), devices.device(device)), order
+            return _put(np.zeros(shape, to_jax(t.dtype)), device), order
         value = force(value)
         if plain and math.prod(held) == math.prod(shape):
             return value, order
         key = (size, tuple(t.stride()), t.storage_offset(), t.is_conj(), t.is_neg(), shape)
         known = self._of(value)
         if key not in known:
-            known[key] = jax.device_put(_padded_on_host(value, t, order, shape), devices.device(device))
+            known[key] = _put(_padded_on_host(value, t, order, shape), device)
         return known[key], order
 
     def _of(self, value: jax.Array) -> dict[Any, jax.Array]:
@@ -376,6 +384,11 @@ class _Padding:
             gone = weakref.ref(value, lambda _: self.kept.pop(identity, None))
             found = self.kept[identity] = (gone, {})
         return found[1]
+
+
+def _put(host: np.ndarray, device: int) -> jax.Array:
+    with jax.enable_x64(True):
+        return jax.device_put(host, devices.device(device))
 
 
 def _padded_on_host(value: jax.Array, t: torch.Tensor, order: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:

@@ -9,7 +9,7 @@ anything. So what is padding is known however dimensions are merged, split and p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,11 +121,6 @@ def product(atoms: Sequence[Atom]) -> Any:
     return math.prod(atoms, start=sympy.Integer(1))
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal whatever the symbols are."""
-    return bool(a == b) or sympy.expand(a - b) == 0
-
-
 def is_padded(dim: Dim) -> bool:
     """Whether there may be padding along a dimension."""
     return any(not isinstance(a, int) for a in dim)
@@ -156,10 +151,16 @@ class Frame:
     Attributes:
         buckets: what each symbol is compiled for.
         counts: what each symbol is in a call: scalars that are operands of the program.
+        implied: whether a relation of sizes follows from the guards.
     """
 
     buckets: dict[sympy.Symbol, int]
     counts: dict[sympy.Symbol, Any]
+    implied: Callable[[Any], bool] = bool
+
+    def same(self, a: Any, b: Any) -> bool:
+        """Whether two sizes are equal in every call that Dynamo's guards let through."""
+        return bool(a == b) or sympy.expand(a - b) == 0 or self.implied(sympy.Eq(a, b))
 
     def extent(self, dim: Dim) -> int:
         """Places along a dimension."""
@@ -246,7 +247,7 @@ class Frame:
         dims = (*x.dims[:axis], dim, *x.dims[axis + 1 :])
         if old == dim:
             return x
-        if not same(product(old), product(dim)):
+        if not self.same(product(old), product(dim)):
             raise NotUnderstood(f"sizes {product(old)} and {product(dim)} meet")
         return Padded(jnp.take(x.array, self._sources(old, dim), axis=axis, mode="clip"), dims)
 
@@ -261,7 +262,7 @@ class Frame:
         shape = self.shape(dims)
         if old == new:
             return Padded(x.array.reshape(shape), tuple(dims))
-        if not same(product(old), product(new)):
+        if not self.same(product(old), product(new)):
             raise NotUnderstood(f"an array of {product(old)} elements becomes one of {product(new)}")
         # What both end with moves as rows; what both begin with, separately.
         row = math.gcd(*(d[-1] if d and isinstance(d[-1], int) else 1 for d in (old, new)))

@@ -27,7 +27,6 @@ from torchtpu.compile.padding_layout import (
     factors,
     normal,
     product,
-    same,
 )
 from torchtpu.lowering.apply import _constant, short_name
 from torchtpu.lowering.context import Trace
@@ -227,7 +226,9 @@ class Interpreter:
             if not isinstance(r, Padded) or not isinstance(v, torch.Tensor):
                 continue
             sizes = [expression(n) for n in v.shape]
-            right = len(sizes) == len(r.dims) and all(same(product(d), n) for d, n in zip(r.dims, sizes, strict=True))
+            right = len(sizes) == len(r.dims) and all(
+                self.frame.same(product(d), n) for d, n in zip(r.dims, sizes, strict=True)
+            )
             if not right or tuple(r.array.shape) != self.frame.shape(r.dims):
                 raise NotUnderstood(f"has a result of size {sizes}, and its rule gives {[product(d) for d in r.dims]}")
         return result

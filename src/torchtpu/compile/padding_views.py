@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from torchtpu.compile.padding_layout import Dim, Padded, evaluate, factors, in_a_row, is_padded, normal, product, same
+from torchtpu.compile.padding_layout import Dim, Padded, evaluate, factors, in_a_row, is_padded, normal, product
 from torchtpu.compile.padding_rules import Call, Size, rule
 
 __all__: list[str] = []
@@ -121,7 +121,7 @@ def slice_(call: Call) -> Padded:
     x = call["self"]
     axis = _axis(call["dim"], len(x.dims))
     size = call.sizes()[axis]
-    if same(product(x.dims[axis]), size):
+    if call.frame.same(product(x.dims[axis]), size):
         return x
     x = call.frame.leading(x, axis)
     made = in_a_row(factors(size))
