@@ -357,3 +357,53 @@ def test_language_model_loss(graphs):
         _same(y.grad, x.grad)
     assert _exact(graphs) == []
     assert _programs(graphs) <= 3
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("make", [_llama, _bert])
+def test_transformers_with_any_batch_and_length(graphs, make):
+    torch.manual_seed(0)
+    model = make().eval()
+    there = copy.deepcopy(model).to("tpu")
+    compiled = torch.compile(there, backend="tpu", dynamic=True)
+    with torch.no_grad():
+        for b, s in ((3, 5), (2, 9), (4, 7), (3, 12), (2, 16)):
+            words = torch.randint(1, 61, (b, s))
+            keep = (torch.arange(s) < torch.randint(1, s + 1, (b, 1))).long()
+            given = {"input_ids": words, "attention_mask": keep}
+            _same(compiled(**_moved(given)).logits, model(**given).logits, rtol=1e-3, atol=1e-4)
+    assert _exact(graphs) == []
+    assert _programs(graphs) <= 4
+
+
+@pytest.mark.parametrize("make", [_llama, _bert])
+def test_training_transformers(graphs, make):
+    torch.manual_seed(0)
+    model = make().eval()  # without dropout, whose numbers differ from the CPU's
+
+    def loss(model: nn.Module, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=words, labels=labels).loss
+
+    def inputs(b: int, s: int) -> tuple[torch.Tensor, ...]:
+        return torch.randint(1, 61, (b, s)), torch.randint(0, 2, (b,) if make is _bert else (b, s))
+
+    check_training(graphs, model, loss, inputs, ((3, 5), (4, 7), (3, 12)), programs=2)
