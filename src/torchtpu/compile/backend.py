@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
@@ -32,4 +33,6 @@ def backend(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any)
     options.pop("mode", None)  # every mode means the same: XLA optimises whole programs
     if options:
         raise TypeError(f"the tpu backend takes no options, got {', '.join(options)}")
-    return _aot(module, inputs)
+    # Tokens of operators with effects, such as assertions, stay inside the graph: they are no tensors of the device.
+    with torch._functorch.config.patch(unlift_effect_tokens=True):
+        return _aot(module, inputs)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch._higher_order_ops.effects import with_effects
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
@@ -56,6 +57,9 @@ class Draws:
             words = jax.lax.bitcast_convert_type(args[0].reshape(4, 4), jnp.uint32)
             self.trace.begin_operator(lambda: key_of(words))
             return apply(args[1], tuple(args[2:]), kwargs)
+        if target is with_effects:  # the token keeps operators in order, which a program does by itself
+            result = self.run(args[1], args[2:], kwargs)
+            return args[0], *(result if isinstance(result, tuple) else (result,))
         raise NoLowering(f"{target} has no lowering")
 
     def _reserve(self) -> jax.Array:
