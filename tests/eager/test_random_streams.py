@@ -91,6 +91,18 @@ def test_dropout_forms():
     assert_one_stream(dropouts, 6)
 
 
+def test_distributions_whose_arguments_are_checked():
+    p = torch.full((6,), 0.5, device=TPU, requires_grad=True)
+    modes = ("fused", "compiled")
+    assert_one_stream(lambda: torch.distributions.Beta(p + 1, p + 1).rsample(), 1, [p], modes)
+    assert_one_stream(lambda: torch.distributions.OneHotCategorical(p.detach()).sample(), 1, (), modes)
+    # OneHotCategorical checks with an assertion that stays in the graph.
+    compiled = torch.compile(lambda x: (torch._assert_async(x.all(), "not {all}"), x + 1)[1], backend="tpu")
+    compiled(ones(3))
+    with pytest.raises(RuntimeError, match=r"not \{all\}"):
+        compiled(ones(3) * 0).cpu()
+
+
 def test_what_draws_nothing_takes_no_draw():
     q, x, gru = ones(1, 2, 4, 4), ones(3, 2, 4), torch.nn.GRU(4, 4, 2, dropout=0.5).to(TPU).eval()
     norm = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).to(TPU).eval()
