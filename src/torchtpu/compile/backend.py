@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
@@ -45,4 +46,6 @@ def backend(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any)
         if unknown:
             raise TypeError(f"torch.compile on tpu: unknown option {', '.join(unknown)}")
         warnings.warn(f"torch.compile on tpu has no use for the option {', '.join(given)}", stacklevel=2)
-    return _aot(module, inputs)
+    # Tokens of operators with effects, such as assertions, stay inside the graph: they are no tensors of the device.
+    with torch._functorch.config.patch(unlift_effect_tokens=True):
+        return _aot(module, inputs)

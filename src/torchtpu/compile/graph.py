@@ -50,11 +50,20 @@ class GraphProgram:
         self.programs: dict[bytes, Callable[..., Any]] = {}
         output = next(n for n in module.graph.nodes if n.op == "output")
         self.metas = [_meta_of(n) for n in output.args[0]]
+        self.on_cpu = [i for i, n in enumerate(output.args[0]) if _is_on_cpu(n)]
         self.name = f"a graph of {sum(n.op == 'call_function' for n in module.graph.nodes)} operators"
         self.text = _text(module)
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        """Run the graph on tensors (and sizes) and return its results."""
+        """Run the graph on tensors (and sizes) and return its results. What it reads or gives on the CPU is copied."""
+        if any(isinstance(t, torch.Tensor) and t.device.type == "cpu" and t.dim() for t in inputs):
+            inputs = tuple(t.to("tpu") if isinstance(t, torch.Tensor) and t.dim() else t for t in inputs)
+        results = self._run(inputs)
+        for i in self.on_cpu:
+            results[i] = results[i].cpu()
+        return results
+
+    def _run(self, inputs: tuple[Any, ...]) -> list[Any]:
         key, operands, _, device = _C.flatten(self.handle, inputs, {})
         run = self.programs.get(key)
         if run is None:
@@ -121,6 +130,11 @@ def _text(module: torch.fx.GraphModule) -> str:
         else:
             parts.append(f"{node.target}: {held!r}")
     return "\n".join(parts)
+
+
+def _is_on_cpu(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
 def _meta_of(node: Any) -> Meta | None:
