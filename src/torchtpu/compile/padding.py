@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import sympy
 import torch
+import torch.utils._pytree as pytree
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -37,10 +37,11 @@ from torchtpu.compile.padding_layout import (
     product,
 )
 from torchtpu.compile.padding_rules import Interpreter, Size
+from torchtpu.eager import modes
 from torchtpu.eager.arrays import force, number_operand, prepare_storage
 from torchtpu.eager.errors import translate
-from torchtpu.eager.kernels import reserve_seed, seed_words
-from torchtpu.eager.program import Window, describe_values, read_window
+from torchtpu.eager.launch import block, examples, reserve_seed, seed_words
+from torchtpu.eager.program import Inputs, describe_values, stacked_checks
 from torchtpu.eager.views import physical_order, row_major
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import rounded, to_jax, to_torch
@@ -94,12 +95,10 @@ class _Where:
         return int(found) if self.dim is None else found.shape[self.dim]
 
 
-@dataclass(frozen=True)
-class _Input:
-    """A tensor with sizes that change: its dimensions, and their order in its storage."""
-
-    dims: tuple[Dim, ...]
-    order: tuple[int, ...]
+def has_changing_size(value: Any) -> bool:
+    """Whether an input has a size that changes from call to call, or is one."""
+    sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+    return any(isinstance(n, torch.SymInt) for n in sizes)
 
 
 class PaddedProgram:
@@ -117,23 +116,21 @@ class PaddedProgram:
     def __init__(self, module: torch.fx.GraphModule, buckets: Buckets, name: str) -> None:
         self.module, self.buckets, self.name = module, buckets, name
         self.values = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
-        self.changing = [
-            i
-            for i, v in enumerate(self.values)
-            if isinstance(v, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in v.shape)
-        ]
+        self.changing = [i for i, v in enumerate(self.values) if isinstance(v, torch.Tensor) and has_changing_size(v)]
         self.fixed = [
-            i
-            for i, v in enumerate(self.values)
-            if i not in self.changing and not isinstance(v, torch.SymInt | torch.SymFloat)
+            i for i, v in enumerate(self.values) if i not in self.changing and not isinstance(v, torch.SymInt)
         ]
         self.symbols = self._find_symbols()
         self.shape_env = next(
             n.node.shape_env
             for v in self.values
             for n in (v.shape if isinstance(v, torch.Tensor) else [v])
-            if isinstance(n, torch.SymInt | torch.SymFloat)
+            if isinstance(n, torch.SymInt)
         )
+        # A number that no tensor's size depends on is an operand like the others, but needs no bucket.
+        metas = [v for n in module.graph.nodes for v in pytree.tree_leaves(n.meta.get("val"))]
+        sizes = [expression(n) for v in metas if isinstance(v, torch.Tensor) for n in v.shape]
+        self.pads = set().union(*(n.free_symbols for n in sizes if not isinstance(n, int)))
         self.most = {s: self._most(s) for s in self.symbols}
         self.dims = {i: tuple(factors(n) for n in self.values[i].shape) for i in self.changing}
         self.handle = _C.register_signature([f"x{i}" for i in self.fixed], [False] * len(self.fixed))
@@ -154,7 +151,7 @@ class PaddedProgram:
         for value in self.values:
             sizes = list(value.shape) if isinstance(value, torch.Tensor) else [value]
             for n in sizes:
-                if isinstance(n, torch.SymFloat | torch.SymInt):
+                if isinstance(n, torch.SymInt):
                     missing = n.node.expr.free_symbols - found.keys()
                     if missing:
                         raise NotUnderstood(f"the size {n} of an input does not tell what {min(map(str, missing))} is")
@@ -169,6 +166,11 @@ class PaddedProgram:
         upper = self.shape_env.bound_sympy(symbol).upper
         return int(upper) if upper.is_Integer and upper < 2**31 else None
 
+    def takes(self, inputs: Sequence[Any]) -> bool:
+        """Whether a call is one for these programs: no size that pads is zero, and the tensors are on the device."""
+        on_device = all(inputs[i].device.type == "tpu" for i in self.changing)
+        return on_device and all(where.read(inputs) > 0 for s, where in self.symbols.items() if s in self.pads)
+
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run the graph on tensors and sizes.
 
@@ -176,9 +178,7 @@ class PaddedProgram:
             NotUnderstood: what an operator does to padding is not known; nothing has been computed.
         """
         counts = {s: where.read(inputs) for s, where in self.symbols.items()}
-        if min(counts.values()) < 1 or any(inputs[i].device.type != "tpu" for i in self.changing):
-            raise NotUnderstood("an input is empty, or not on the device")
-        buckets = {s: self.buckets(n, self.most[s]) for s, n in counts.items()}
+        buckets = {s: self.buckets(n, self.most[s]) for s, n in counts.items() if s in self.pads}
         fixed = tuple(inputs[i] for i in self.fixed)
         key, operands, _, device = _C.flatten(self.handle, fixed, {})
         if self.changing:
@@ -191,9 +191,8 @@ class PaddedProgram:
         if run is None:
             if sum(prepare_storage(t) for t in fixed if isinstance(t, torch.Tensor) and t.device.type == "tpu"):
                 return self(inputs)
-            described = [_Input(self.dims[i], order) for i, (_, order) in zip(self.changing, padded, strict=True)]
-            given = [force(x) for x in operands]
-            run = self.programs[whole] = self._build(inputs, given, changing, described, counts, buckets, device)
+            orders = [order for _, order in padded]
+            run = self.programs[whole] = self._build(inputs, operands, changing, orders, counts, buckets, device)
         return run([force(x) for x in operands], changing, inputs, counts, device)
 
     def _build(
@@ -201,7 +200,7 @@ class PaddedProgram:
         inputs: Sequence[Any],
         operands: list[Any],
         changing: list[jax.Array],
-        described: list[_Input],
+        orders: list[tuple[int, ...]],
         counts: dict[sympy.Symbol, int],
         buckets: dict[sympy.Symbol, int],
         device: int,
@@ -210,25 +209,16 @@ class PaddedProgram:
         numbers = [i for i, s in enumerate(fixed.operands) if s is None]
         notes: dict[str, Any] = {}
 
-        def traced(*given: Any) -> list[jax.Array]:
-            rest = list(given)
+        def traced(arrays: list[jax.Array], sizes: list[jax.Array], *given: Any) -> list[jax.Array]:
             trace = Trace()
-            draws = Draws(trace, rest.pop() if self.random else None)
-            sizes = [rest.pop() for _ in self.symbols]
-            frame = Frame(buckets, dict(zip(self.symbols, reversed(sizes), strict=True)), self._implied)
-            arrays = [rest.pop() for _ in self.changing][::-1]
-            values: dict[int, Any] = {}
-            for i, x in zip(self.fixed, fixed.args, strict=True):
-                if isinstance(x, Window):
-                    array = read_window(fixed.base(x, rest), x, [jnp.int32(s) for s in x.starts])
-                    values[i] = Padded(array, tuple(normal((n,)) for n in array.shape))
-                else:
-                    x = fixed.number(x, rest)
-                    values[i] = Padded(x, ()) if isinstance(x, jax.Array) else x
-            for i, x, array in zip(self.changing, described, arrays, strict=True):
-                values[i] = _unpack(frame, x, array)
+            frame = Frame(buckets, dict(zip(self.symbols, sizes, strict=True)), self._implied)
+            held = Inputs(fixed, given, self.random)
+            draws = Draws(trace, held.seed)
+            values: dict[int, Any] = {i: _unpadded(held.value(x)) for i, x in zip(self.fixed, fixed.args, strict=True)}
+            for i, order, array in zip(self.changing, orders, arrays, strict=True):
+                values[i] = _unpack(frame, self.dims[i], order, array)
             for i, v in enumerate(self.values):
-                if isinstance(v, torch.SymInt | torch.SymFloat):
+                if isinstance(v, torch.SymInt):
                     values[i] = Size(expression(v))
             with tracing(trace):
                 interpreter = Interpreter(frame, trace, draws.run)
@@ -242,33 +232,37 @@ class PaddedProgram:
                     leaving.append(made)
             notes["specs"], notes["draws"] = specs, draws.count
             notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
-            if trace.checks:
-                leaving.append(jnp.stack([c.value.astype(jnp.int64) for c in trace.checks]))
-            return leaving
+            return [*leaving, *stacked_checks(trace)]
 
-        examples = [number_operand(x, device) if i in numbers else x for i, x in enumerate(operands)]
-        examples += [*changing, *(number_operand(counts[s], device) for s in self.symbols)]
-        if self.random:
-            examples.append(np.zeros(4, np.uint32))
-        run = compile_program(traced, examples, devices.device(device), self.name)
+        sizes = [number_operand(n, device) for n in counts.values()]
+        run = compile_program(
+            traced,
+            [changing, sizes, *examples(fixed, [force(x) for x in operands], device, self.random)],
+            devices.device(device),
+            self.name,
+        )
         specs, messages, draws = notes["specs"], notes["checks"], notes["draws"]
+        starts = fixed.starts()
 
         def call(
             operands: list[Any], changing: list[Any], inputs: Sequence[Any], counts: dict[Any, int], device: int
         ) -> list[Any]:
             for i in numbers:
                 operands[i] = number_operand(operands[i], device)
-            operands += [*changing, *(number_operand(n, device) for n in counts.values())]
+            if starts is not None:
+                operands.append(_put(starts, device))
             if self.random:
                 operands.append(seed_words(reserve_seed(None, device, draws)))
             try:
-                values = run(*operands)
+                values = run(changing, [number_operand(n, device) for n in counts.values()], *operands)
             except Exception as error:
                 raise translate(error, self.name, device) from error
             if values:
                 devices.note(device, values[-1])
             if messages:
                 checks.note(values[-1], messages, self.name)
+            if modes.blocking:
+                block(self.name, values, device)
             made = iter(values)
             return [s(inputs, made, counts, device) for s in specs]
 
@@ -315,15 +309,17 @@ def _stored(dims: Sequence[Dim]) -> list[Dim]:
     return [normal((sympy.expand(product([a for a in atoms if not isinstance(a, int)])),)), normal((whole,))]
 
 
-def _unpack(frame: Frame, x: _Input, array: jax.Array) -> Padded:
+def _unpadded(x: Any) -> Any:
+    return Padded(x, tuple(normal((n,)) for n in x.shape)) if isinstance(x, jax.Array) else x
+
+
+def _unpack(frame: Frame, dims: tuple[Dim, ...], order: tuple[int, ...], array: jax.Array) -> Padded:
     """The padded array of an input, from its storage's value."""
-    dims = [x.dims[i] for i in x.order]
-    stored = _stored(dims)
-    moved = frame.reshape(Padded(array.reshape(frame.shape(stored)), tuple(stored)), dims)
-    back = sorted(range(len(x.order)), key=x.order.__getitem__)
-    if back == list(range(len(back))):
-        return moved
-    return Padded(moved.array.transpose(back), x.dims)
+    ordered = [dims[i] for i in order]
+    stored = _stored(ordered)
+    moved = frame.reshape(Padded(array.reshape(frame.shape(stored)), tuple(stored)), ordered)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return moved if back == list(range(len(back))) else Padded(moved.array.transpose(back), dims)
 
 
 class _Spec:

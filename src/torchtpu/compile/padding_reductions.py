@@ -176,15 +176,12 @@ def sort(call: Call) -> Any:
         last = lowest(x.array.dtype)
     else:
         last = jnp.nan if floating else highest(x.array.dtype)
-    if x.axes([axis]) and call.name != "topk" and call.has("stable") is False and not floating:
-        raise call.refuse("does not say that it is stable")
     dims = list(x.dims)
     if call.name == "topk":
         if not isinstance(call["k"], int):
             raise call.refuse("takes a number of elements that changes")
         dims[axis] = factors(call["k"])
-    changed = {"stable": True} if call.has("stable") else {}
-    made = call.run(self=Padded(call.frame.fill(x, last, [axis]), x.dims), **changed)
+    made = call.run(self=Padded(call.frame.fill(x, last, [axis]), x.dims))
     return tuple(Padded(y, tuple(dims)) for y in made) if isinstance(made, tuple | list) else Padded(made, tuple(dims))
 
 

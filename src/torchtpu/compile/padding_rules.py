@@ -6,6 +6,7 @@ padding: the graph is compiled for exact sizes instead, and says which operator 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import sympy
 import torch
+from torch._higher_order_ops.effects import with_effects
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -131,8 +133,8 @@ class Interpreter:
             elif node.op == "output":
                 return torch.fx.node.map_arg(node.args[0], values.__getitem__)
             elif node.op == "get_attr":
-                array = _constant(getattr(graph.owning_module, node.target))
-                values[node] = Padded(array, tuple(normal((n,)) for n in array.shape))
+                held = getattr(graph.owning_module, node.target)
+                values[node] = _plain(_constant(held)) if isinstance(held, torch.Tensor) else held
             else:
                 values[node] = self._node(node, values)
         raise AssertionError("a graph without an output")
@@ -143,6 +145,8 @@ class Interpreter:
             return Size(expression(value))
         if isinstance(value, bool | int | float):
             return value
+        args: Any
+        kwargs: Any
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if isinstance(node.target, OpOverload):
             name = short_name(node.target)
@@ -153,10 +157,18 @@ class Interpreter:
             except Exception as error:
                 # Exact sizes may do; if it was no fault of the padding, they raise it again.
                 raise NotUnderstood(f"aten.{name}: {type(error).__name__}: {error}") from error
-        if isinstance(node.target, HigherOrderOperator) or any(
-            isinstance(x, Size) for x in tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, Size))
-        ):
+        if node.target is with_effects:  # the token keeps operators in order, which a program does by itself
+            _, *values_of = value or (None,)
+            result = self._operator(args[1], args[2:], kwargs, values_of[0] if len(values_of) == 1 else values_of)
+            return args[0], *(result if isinstance(result, tuple) else (result,))
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        leaves = tree_leaves((args, kwargs, value))
+        if any(isinstance(x, Size) or (isinstance(x, Padded) and x.padded) or _changes(x) for x in leaves):
             raise NotUnderstood(f"{getattr(node.target, '__name__', node.target)}: has no rule")
+        if isinstance(node.target, HigherOrderOperator):
+            arrays = tree_map(self._plain_value, (args, kwargs))
+            return tree_map(_plain, self.execute(node.target, *arrays))
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _operator(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], value: Any) -> Any:
@@ -167,7 +179,7 @@ class Interpreter:
         checks = len(self.trace.checks)
         found = _RULES.get(call.name)
         if not self._touches_padding(call):
-            result = self._plain(call)
+            result = tree_map(_plain, self.apply(call.op, call.given))
         elif found is not None:
             result = found(call)
         elif torch.Tag.pointwise in op.tags and not _draws(op):
@@ -182,8 +194,7 @@ class Interpreter:
     def _touches_padding(self, call: Call) -> bool:
         if any(x.padded for x in call.tensors()):
             return True
-        results = call.value if isinstance(call.value, tuple | list) else [call.value]
-        if any(isinstance(n, torch.SymInt) for r in results if isinstance(r, torch.Tensor) for n in r.shape):
+        if any(_changes(x) for x in tree_leaves(call.value)):
             return True
         scalars = {a.name for a in call.op._schema.arguments if "Scalar" in str(a.type) or "number" in str(a.type)}
         entry = find(short_name(call.op))
@@ -193,12 +204,6 @@ class Interpreter:
             if any(isinstance(y, Size) for y in leaves) and (name not in scalars or name in static):
                 return True
         return False
-
-    def _plain(self, call: Call) -> Any:
-        def described(x: Any) -> Any:
-            return Padded(x, tuple(normal((n,)) for n in x.shape)) if isinstance(x, jax.Array) else x
-
-        return tree_map(described, self.apply(call.op, call.given))
 
     def apply(self, op: OpOverload, given: dict[str, Any]) -> Any:
         """One operator on arrays; numbers that are sizes become the sizes of this call."""
@@ -232,6 +237,16 @@ class Interpreter:
             if not right or tuple(r.array.shape) != self.frame.shape(r.dims):
                 raise NotUnderstood(f"has a result of size {sizes}, and its rule gives {[product(d) for d in r.dims]}")
         return result
+
+
+def _plain(x: Any) -> Any:
+    """An array without padding."""
+    return Padded(x, tuple(normal((n,)) for n in x.shape)) if isinstance(x, jax.Array) else x
+
+
+def _changes(x: Any) -> bool:
+    """Whether what PyTorch says of a tensor has a size that changes."""
+    return isinstance(x, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape)
 
 
 def _draws(op: OpOverload) -> bool:

@@ -93,16 +93,9 @@ def select(call: Call) -> Padded:
     axis = _axis(call["dim"], len(x.dims))
     index = call["index"]
     x = call.frame.leading(x, axis)
-    at = _position(call, index, x.dims[axis])
+    at = _start(call, index, product(x.dims[axis]))
     array = lax.dynamic_index_in_dim(x.array, at, axis, keepdims=False)
     return Padded(array, (*x.dims[:axis], *x.dims[axis + 1 :]))
-
-
-def _position(call: Call, index: Any, dim: Dim) -> Any:
-    """An index that may count from the end, as a place from the beginning."""
-    if isinstance(index, Size):
-        return call.interpreter._plain_value(index)
-    return call.frame.count(dim) + index if index < 0 else index
 
 
 def _start(call: Call, x: Any, size: Any) -> Any:
@@ -110,8 +103,10 @@ def _start(call: Call, x: Any, size: Any) -> Any:
     expr = (x.expr if isinstance(x, Size) else x) or 0
     if isinstance(expr, int):
         expr = size + expr if expr < 0 else expr
-    elif expr.is_negative:
+    elif call.frame.implied(expr < 0):
         expr = size + expr
+    elif not call.frame.implied(expr >= 0):
+        raise call.refuse(f"begins at {expr}, of unknown sign")
     return expr if isinstance(expr, int) else evaluate(expr, call.frame.counts)
 
 
@@ -165,7 +160,7 @@ def select_backward(call: Call) -> Padded:
     new = in_a_row(factors(sizes[axis]))
     dims = (*grad.dims[:axis], new, *grad.dims[axis:])
     zeros = jnp.zeros(call.frame.shape(dims), grad.array.dtype)
-    at = _position(call, call["index"], new)
+    at = _start(call, call["index"], product(new))
     return Padded(lax.dynamic_update_index_in_dim(zeros, grad.array, at, axis), dims)
 
 
