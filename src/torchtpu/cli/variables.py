@@ -43,8 +43,8 @@ VARIABLES = (
     Variable(
         "TORCHTPU_BUCKETS",
         "powers",
-        "Which sizes `torch.compile` compiles for where a size changes: `powers` of two, `exact` for a program for each "
-        "size, or sizes such as `128,512,2048`.",
+        "Which sizes `torch.compile` compiles for where a size changes: `powers` of two, `exact` for a program for "
+        "each size, or sizes such as `128,512,2048`.",
     ),
     Variable(
         "TORCHTPU_CACHE_DIR",

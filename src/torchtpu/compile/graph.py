@@ -82,9 +82,11 @@ class GraphProgram:
         return results
 
     def _run(self, inputs: tuple[Any, ...]) -> list[Any]:
-        if self.padded is not None and self.padded.takes(inputs):
+        if self.padded is not None:
             try:
-                return self.padded(inputs)
+                found = self.padded(inputs)
+                if found is not None:
+                    return found
             except NotUnderstood as error:
                 self.exact_because.append(str(error))
                 self.padded = None

@@ -51,6 +51,10 @@ from torchtpu.runtime.compiler import compile_program
 __all__ = ["Buckets", "PaddedProgram"]
 
 
+_SIZES_KEPT = 4096
+"""How many combinations of sizes a graph remembers what follows from."""
+
+
 class Buckets:
     """Which size a program is compiled for.
 
@@ -101,6 +105,34 @@ def has_changing_size(value: Any) -> bool:
     return any(isinstance(n, torch.SymInt) for n in sizes)
 
 
+class _Sizes:
+    """The sizes of a call, and what follows from them.
+
+    Attributes:
+        read: the sizes, in the order of the symbols.
+        counts, buckets: by symbol, the size and what it is rounded up to.
+        rounded: the buckets in order, part of what a program is found by.
+        specs: the C++ descriptions of results of these sizes.
+    """
+
+    def __init__(
+        self,
+        read: tuple[int, ...],
+        counts: dict[sympy.Symbol, int],
+        buckets: dict[sympy.Symbol, int],
+        dims: dict[int, tuple[Dim, ...]],
+    ) -> None:
+        self.read, self.counts, self.buckets, self.rounded = read, counts, buckets, tuple(buckets.values())
+        self.specs: dict[_Spec, Any] = {}
+        frame = Frame(buckets, counts)
+        self.places = {i: frame.shape(d) for i, d in dims.items()}
+
+    def shape(self, i: int, order: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the storage's value of an input."""
+        places = self.places[i]
+        return tuple([places[k] for k in order])
+
+
 class PaddedProgram:
     """A graph and its programs, one for each combination of buckets.
 
@@ -132,6 +164,8 @@ class PaddedProgram:
         sizes = [expression(n) for v in metas if isinstance(v, torch.Tensor) for n in v.shape]
         self.pads = set().union(*(n.free_symbols for n in sizes if not isinstance(n, int)))
         self.most = {s: self._most(s) for s in self.symbols}
+        self.where = list(self.symbols.values())
+        self.sizes: dict[tuple[int, ...], _Sizes] = {}
         self.dims = {i: tuple(factors(n) for n in self.values[i].shape) for i in self.changing}
         self.handle = _C.register_signature([f"x{i}" for i in self.fixed], [False] * len(self.fixed))
         self.random = any(takes_draws(n) for n in module.graph.nodes)
@@ -166,34 +200,36 @@ class PaddedProgram:
         upper = self.shape_env.bound_sympy(symbol).upper
         return int(upper) if upper.is_Integer and upper < 2**31 else None
 
-    def takes(self, inputs: Sequence[Any]) -> bool:
-        """Whether a call is one for these programs: no size that pads is zero, and the tensors are on the device."""
-        on_device = all(inputs[i].device.type == "tpu" for i in self.changing)
-        return on_device and all(where.read(inputs) > 0 for s, where in self.symbols.items() if s in self.pads)
-
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run the graph on tensors and sizes.
+    def __call__(self, inputs: Sequence[Any]) -> list[Any] | None:
+        """Run the graph on tensors and sizes. None where this call is not one for a padded program: a size is zero.
 
         Raises:
             NotUnderstood: what an operator does to padding is not known; nothing has been computed.
         """
-        counts = {s: where.read(inputs) for s, where in self.symbols.items()}
-        buckets = {s: self.buckets(n, self.most[s]) for s, n in counts.items() if s in self.pads}
-        fixed = tuple(inputs[i] for i in self.fixed)
+        read = tuple([where.read(inputs) for where in self.where])
+        sizes = self.sizes.get(read)
+        if sizes is None:
+            counts = dict(zip(self.symbols, read, strict=True))
+            if any(n < 1 for s, n in counts.items() if s in self.pads):
+                return None
+            if len(self.sizes) >= _SIZES_KEPT:
+                self.sizes.clear()
+            buckets = {s: self.buckets(n, self.most[s]) for s, n in counts.items() if s in self.pads}
+            sizes = self.sizes[read] = _Sizes(read, counts, buckets, self.dims)
+        fixed = tuple([inputs[i] for i in self.fixed])
         key, operands, _, device = _C.flatten(self.handle, fixed, {})
         if self.changing:
             device = inputs[self.changing[0]].device.index
-        frame = Frame(buckets, counts)
-        padded = [_padding.pad(inputs[i], frame, self.dims[i], device) for i in self.changing]
+        padded = [_padding.pad(inputs[i], i, sizes, device) for i in self.changing]
         changing = [array for array, _ in padded]
-        whole = (key, device, *buckets.values(), *((order, array.shape) for array, order in padded))
+        whole = (key, device, sizes.rounded, *[(order, array.shape) for array, order in padded])
         run = self.programs.get(whole)
         if run is None:
             if sum(prepare_storage(t) for t in fixed if isinstance(t, torch.Tensor) and t.device.type == "tpu"):
                 return self(inputs)
             orders = [order for _, order in padded]
-            run = self.programs[whole] = self._build(inputs, operands, changing, orders, counts, buckets, device)
-        return run([force(x) for x in operands], changing, inputs, counts, device)
+            run = self.programs[whole] = self._build(inputs, operands, changing, orders, sizes, device)
+        return run([force(x) for x in operands], changing, inputs, sizes, device)
 
     def _build(
         self,
@@ -201,17 +237,16 @@ class PaddedProgram:
         operands: list[Any],
         changing: list[jax.Array],
         orders: list[tuple[int, ...]],
-        counts: dict[sympy.Symbol, int],
-        buckets: dict[sympy.Symbol, int],
+        sizes: _Sizes,
         device: int,
     ) -> Callable[..., Any]:
         fixed = describe_values([inputs[i] for i in self.fixed])
         numbers = [i for i, s in enumerate(fixed.operands) if s is None]
         notes: dict[str, Any] = {}
 
-        def traced(arrays: list[jax.Array], sizes: list[jax.Array], *given: Any) -> list[jax.Array]:
+        def traced(arrays: list[jax.Array], counts: list[jax.Array], *given: Any) -> list[jax.Array]:
             trace = Trace()
-            frame = Frame(buckets, dict(zip(self.symbols, sizes, strict=True)), self._implied)
+            frame = Frame(sizes.buckets, dict(zip(self.symbols, counts, strict=True)), self._implied)
             held = Inputs(fixed, given, self.random)
             draws = Draws(trace, held.seed)
             values: dict[int, Any] = {i: _unpadded(held.value(x)) for i, x in zip(self.fixed, fixed.args, strict=True)}
@@ -226,7 +261,7 @@ class PaddedProgram:
             leaving: list[jax.Array] = []
             specs = []
             for result, node in zip(results, self.outputs, strict=True):
-                spec, made = self._leave(frame, result, node, counts)
+                spec, made = self._leave(frame, result, node, sizes.counts)
                 specs.append(spec)
                 if made is not None:
                     leaving.append(made)
@@ -234,10 +269,13 @@ class PaddedProgram:
             notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
             return [*leaving, *stacked_checks(trace)]
 
-        sizes = [number_operand(n, device) for n in counts.values()]
         run = compile_program(
             traced,
-            [changing, sizes, *examples(fixed, [force(x) for x in operands], device, self.random)],
+            [
+                changing,
+                [number_operand(n, device) for n in sizes.read],
+                *examples(fixed, [force(x) for x in operands], device, self.random),
+            ],
             devices.device(device),
             self.name,
         )
@@ -245,7 +283,7 @@ class PaddedProgram:
         starts = fixed.starts()
 
         def call(
-            operands: list[Any], changing: list[Any], inputs: Sequence[Any], counts: dict[Any, int], device: int
+            operands: list[Any], changing: list[Any], inputs: Sequence[Any], sizes: _Sizes, device: int
         ) -> list[Any]:
             for i in numbers:
                 operands[i] = number_operand(operands[i], device)
@@ -254,7 +292,7 @@ class PaddedProgram:
             if self.random:
                 operands.append(seed_words(reserve_seed(None, device, draws)))
             try:
-                values = run(changing, [number_operand(n, device) for n in counts.values()], *operands)
+                values = run(changing, [number_operand(n, device) for n in sizes.read], *operands)
             except Exception as error:
                 raise translate(error, self.name, device) from error
             if values:
@@ -264,7 +302,7 @@ class PaddedProgram:
             if modes.blocking:
                 block(self.name, values, device)
             made = iter(values)
-            return [s(inputs, made, counts, device) for s in specs]
+            return [s(inputs, made, sizes, device) for s in specs]
 
         return call
 
@@ -274,11 +312,11 @@ class PaddedProgram:
         """How a result becomes what PyTorch gets, and the array that the program returns for it."""
         if isinstance(node, torch.fx.Node) and node.op == "placeholder":
             position = next(i for i, n in enumerate(self._placeholders()) if n is node)
-            return lambda inputs, made, counts, device: inputs[position], None
+            return lambda inputs, made, sizes, device: inputs[position], None
         if isinstance(result, Size):
-            return lambda inputs, made, counts, device: evaluate(result.expr, counts), None
+            return lambda inputs, made, sizes, device: evaluate(result.expr, sizes.counts), None
         if not isinstance(result, Padded):
-            return lambda inputs, made, counts, device: result, None
+            return lambda inputs, made, sizes, device: result, None
         sizes = [product(d) for d in result.dims]
         value = node.meta["val"]
         strides = [expression(n) for n in value.stride()]
@@ -327,18 +365,16 @@ class _Spec:
 
     def __init__(self, sizes: list[Any], order: tuple[int, ...], shape: tuple[int, ...], dtype: Any, name: str) -> None:
         self.sizes, self.order, self.shape, self.dtype, self.name = sizes, order, shape, dtype, name
-        self.made: dict[tuple[int, ...], Any] = {}
 
-    def __call__(self, inputs: Sequence[Any], made: Any, counts: dict[sympy.Symbol, int], device: int) -> torch.Tensor:
-        key = tuple(counts.values())
-        spec = self.made.get(key)
+    def __call__(self, inputs: Sequence[Any], made: Any, sizes: _Sizes, device: int) -> torch.Tensor:
+        spec = sizes.specs.get(self)
         if spec is None:
-            size = tuple(evaluate(n, counts) for n in self.sizes)
+            size = tuple(evaluate(n, sizes.counts) for n in self.sizes)
             inner = row_major([size[i] for i in self.order])
             stride = [0] * len(size)
             for i, s in zip(self.order, inner, strict=True):
                 stride[i] = s
-            spec = self.made[key] = _C.make_spec(size, tuple(stride), self.shape, self.dtype, self.name)
+            spec = sizes.specs[self] = _C.make_spec(size, tuple(stride), self.shape, self.dtype, self.name)
         return _C.wrap(spec, next(made), device)
 
 
@@ -348,19 +384,20 @@ class _Padding:
     def __init__(self) -> None:
         self.kept: dict[int, tuple[Any, dict[Any, jax.Array]]] = {}
 
-    def pad(self, t: torch.Tensor, frame: Frame, dims: Sequence[Dim], device: int) -> tuple[jax.Array, tuple[int, ...]]:
-        """A storage's value of bucket size that begins with the tensor's elements, and their order of dimensions.
+    def pad(self, t: torch.Tensor, i: int, sizes: _Sizes, device: int) -> tuple[jax.Array, tuple[int, ...]]:
+        """A storage's value of bucket size that begins with the elements of input ``i``, and their order of dimensions.
 
         A tensor on a storage of that size is there already. Others go through the host: on XLA a program that pads
         would be compiled for each size, and transfers are not.
         """
-        prepare_storage(t)
+        value, held, dtype = _C.get_value(t)
+        if dtype is not t.dtype and prepare_storage(t):
+            value, held, _ = _C.get_value(t)
         size = tuple(t.shape)
-        order = physical_order(size, tuple(t.stride()))
+        order = tuple(range(len(size))) if t.is_contiguous() else physical_order(size, tuple(t.stride()))
         plain = order is not None and t.storage_offset() == 0 and not t.is_conj() and not t.is_neg()
         order = order if plain and order is not None else tuple(range(len(size)))
-        shape = frame.shape([dims[i] for i in order])
-        value, held, _ = _C.get_value(t)
+        shape = sizes.shape(i, order)
         if value is None:
             return _put(np.zeros(shape, to_jax(t.dtype)), device), order
         value = force(value)
