@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 
-from torchtpu.runtime import disk_cache
+from torchtpu.runtime import disk_cache, repeats
+from torchtpu.runtime.pieces import Pieces
 
 __all__ = ["Statistics", "compile_program", "statistics", "working_memory"]
 
@@ -53,6 +55,8 @@ def compile_program(
 ) -> Callable[..., Any]:
     """Trace ``function`` on the operands' types and compile it for ``device``, or take it from the cache on disk.
 
+    A program with blocks that repeat is compiled in pieces (``repeats``).
+
     Args:
         function: takes the operands, returns a list of arrays.
         operands: arrays (or None for operands the program does not read).
@@ -73,10 +77,27 @@ def compile_program(
     start = time.perf_counter()
     with jax.enable_x64(True):
         jitted = jax.jit(function, out_shardings=SingleDeviceSharding(device), donate_argnums=donate)
-        lowered = jitted.trace(*operands).lower()
+        traced = jitted.trace(*operands)
+        pieces = repeats.split(traced.jaxpr) if repeats.enabled() and not donate else None
+        if pieces is None:
+            return _compile(traced.lower(), device, name, key, repr(donate), start)
+        compiled: dict[int, Callable[..., Any]] = {}
+        count = len({id(p.function) for p in pieces})
+        for piece in pieces:
+            if id(piece.function) not in compiled:
+                block = jax.jit(core.jaxpr_as_fun(piece.function), out_shardings=SingleDeviceSharding(device))
+                lowered = block.trace(*piece.function.in_avals).lower()
+                part = f"part {len(compiled) + 1} of {count} of {name}"
+                compiled[id(piece.function)] = _compile(lowered, device, part, None, "", start)
+                start = time.perf_counter()
+    return Pieces(traced.jaxpr, pieces, compiled, device)
+
+
+def _compile(lowered: Any, device: jax.Device, name: str, key: str | None, extra: str, start: float) -> Any:
+    """Compile what was lowered, or take it from the cache on disk; ``start`` is when tracing it began."""
     module = lowered.as_text()
     if key is None:
-        key = disk_cache.digest(module, repr(donate))
+        key = disk_cache.digest(module, extra)
         if (found := _from_disk(key, device)) is not None:
             return found
     compiled = _wait_for(_in_thread(lowered.compile), name)
@@ -99,6 +120,8 @@ def working_memory(compiled: Any) -> int:
     """Bytes that a compiled program needs besides its operands: results and temporaries, less what takes over the
     memory of operands.
     """
+    if isinstance(compiled, Pieces):
+        return compiled.working_memory()
     analysis = compiled.memory_analysis()
     return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
