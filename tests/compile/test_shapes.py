@@ -540,3 +540,20 @@ def test_views_and_storages_as_inputs(graphs):
         for view in (lambda t, n=n: t[1 : n + 1], lambda t, n=n: t[:, :n].t(), lambda t, n=n: t.t()[:n]):
             _same(compiled(view(y)), (view(x) * 2, view(x).sum(1), view(x).t()))
     assert _exact(graphs) == []
+
+
+@pytest.mark.parametrize("buckets", ["powers", "exact"])
+def test_results_that_are_views_begin_where_they_should(graphs, buckets):
+    def views(x: torch.Tensor) -> Any:
+        n, y = x.shape[0], x * 2
+        return x[n - 3 : n - 1], x[n - 4 :], x[n - 2], y, y[n - 3 :], y[:, 1:].t()
+
+    compiled = torch.compile(views, backend="tpu", dynamic=True, options={"buckets": buckets})
+    for n in (7, 8, 6):
+        x = torch.randn(n, 5)
+        _same(compiled(x.to("tpu")), views(x))
+    y = x.to("tpu")
+    compiled(y)[0].zero_()
+    x[3:5] = 0
+    _same(y, x)
+    assert _exact(graphs) == []

@@ -13,6 +13,7 @@ import jax
 import torch
 
 from torchtpu import _C
+from torchtpu.compile.aliases import Aliases
 from torchtpu.compile.draws import Draws, takes_draws
 from torchtpu.compile.padding import Buckets, PaddedProgram, has_changing_size
 from torchtpu.compile.padding_layout import NotUnderstood
@@ -59,6 +60,7 @@ class GraphProgram:
         self.random = any(takes_draws(n) for n in module.graph.nodes)
         self.programs: dict[bytes, Callable[..., Any]] = {}
         output = next(n for n in module.graph.nodes if n.op == "output")
+        self.aliases = Aliases(placeholders, output.args[0])
         self.metas = [_meta_of(n) for n in output.args[0]]
         self.on_cpu = [i for i, n in enumerate(output.args[0]) if _is_on_cpu(n)]
         self.name = f"a graph of {sum(n.op == 'call_function' for n in module.graph.nodes)} operators"
@@ -82,6 +84,7 @@ class GraphProgram:
         if any(isinstance(t, torch.Tensor) and t.device.type == "cpu" and t.dim() for t in inputs):
             inputs = tuple(t.to("tpu") if isinstance(t, torch.Tensor) and t.dim() else t for t in inputs)
         results = self._run(inputs)
+        self.aliases.restore(inputs, results)
         for i in self.on_cpu:
             results[i] = results[i].cpu()
         return results
