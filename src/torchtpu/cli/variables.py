@@ -41,6 +41,12 @@ VARIABLES = (
         "waits for each, so an error surfaces on the line that caused it.",
     ),
     Variable(
+        "TORCHTPU_BUCKETS",
+        "powers",
+        "Which sizes `torch.compile` compiles for where a size changes: `powers` of two, `exact` for a program for "
+        "each size, or sizes such as `128,512,2048`.",
+    ),
+    Variable(
         "TORCHTPU_CACHE_DIR",
         "~/.cache/torchtpu",
         "Where the C++ extension, built once for the installed torch, and compiled programs are kept.",

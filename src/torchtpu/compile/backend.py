@@ -14,28 +14,32 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 from torchtpu.compile.graph import GraphProgram
+from torchtpu.compile.padding import Buckets
 
 __all__ = ["backend"]
 
 
-def _compile(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    return make_boxed_func(GraphProgram(module))
+def _compiler(buckets: Buckets) -> Callable[..., Any]:
+    def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return make_boxed_func(GraphProgram(module, buckets))
 
-
-_aot = aot_autograd(fw_compiler=_compile)
+    return aot_autograd(fw_compiler=compile_graph)
 
 
 def backend(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """Compile a captured graph. Dynamo calls this; users write ``torch.compile(model)``.
 
+    ``options={"buckets": ...}`` says which sizes programs are compiled for where a size changes: see ``Buckets``.
     Every ``mode`` means the same, since XLA optimises whole programs. ``options`` of PyTorch's own compiler
     ("triton.cudagraphs" and so on) have no meaning here and are named in a warning.
 
     Raises:
         TypeError: an option that neither compiler knows.
+        ValueError: buckets that are none.
     """
     options.pop("mode", None)
-    given = options.pop("options", None) or {}
+    given = dict(options.pop("options", None) or {})
+    buckets = Buckets(given.pop("buckets", None))
     if options:
         raise TypeError(f"the tpu backend takes mode= and options=, got {', '.join(options)}")
     if given:
@@ -48,4 +52,4 @@ def backend(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any)
         warnings.warn(f"torch.compile on tpu has no use for the option {', '.join(given)}", stacklevel=2)
     # Tokens of operators with effects, such as assertions, stay inside the graph: they are no tensors of the device.
     with torch._functorch.config.patch(unlift_effect_tokens=True):
-        return _aot(module, inputs)
+        return _compiler(buckets)(module, inputs)

@@ -13,6 +13,8 @@ import torch
 
 from torchtpu import _C
 from torchtpu.compile.draws import Draws, takes_draws
+from torchtpu.compile.padding import Buckets, PaddedProgram, has_changing_size
+from torchtpu.compile.padding_layout import NotUnderstood
 from torchtpu.eager import modes
 from torchtpu.eager.arrays import prepare_storage
 from torchtpu.eager.launch import block, examples, launcher
@@ -40,10 +42,17 @@ class GraphProgram:
 
     Args:
         module: a graph of functional aten operators (what AOTAutograd gives a compiler).
+        buckets: which sizes programs are compiled for where a size changes; None for exact sizes.
+
+    Attributes:
+        padded: the programs for buckets; None where sizes do not change, or are compiled for exactly.
+        exact_because: why sizes that change are compiled for exactly: operators, and what is not known of them.
     """
 
-    def __init__(self, module: torch.fx.GraphModule) -> None:
+    def __init__(self, module: torch.fx.GraphModule, buckets: Buckets | None = None) -> None:
         self.module = module
+        self.padded: PaddedProgram | None = None
+        self.exact_because: list[str] = []
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.handle = _C.register_signature([n.name for n in placeholders], [False] * len(placeholders))
         self.random = any(takes_draws(n) for n in module.graph.nodes)
@@ -53,6 +62,15 @@ class GraphProgram:
         self.on_cpu = [i for i, n in enumerate(output.args[0]) if _is_on_cpu(n)]
         self.name = f"a graph of {sum(n.op == 'call_function' for n in module.graph.nodes)} operators"
         self.text = _text(module)
+        if (
+            buckets is not None
+            and not buckets.exact
+            and any(has_changing_size(n.meta.get("val")) for n in placeholders)
+        ):
+            try:
+                self.padded = PaddedProgram(module, buckets, self.name)
+            except NotUnderstood as error:
+                self.exact_because.append(str(error))
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Run the graph on tensors (and sizes) and return its results. What it reads or gives on the CPU is copied."""
@@ -64,6 +82,14 @@ class GraphProgram:
         return results
 
     def _run(self, inputs: tuple[Any, ...]) -> list[Any]:
+        if self.padded is not None:
+            try:
+                found = self.padded(inputs)
+                if found is not None:
+                    return found
+            except NotUnderstood as error:
+                self.exact_because.append(str(error))
+                self.padded = None
         key, operands, _, device = _C.flatten(self.handle, inputs, {})
         run = self.programs.get(key)
         if run is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,16 +22,35 @@ __all__ = ["HOST_KERNELS"]
 
 _aten = torch.ops.aten
 
+_WORTH_READING = 8
+"""How many times the elements of a tensor are copied to the host if no program has to be compiled for that."""
+
 
 def _read(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor with the elements of a tpu tensor, contiguous; it may share memory with the device's array."""
-    array = array_of(tensor)
+    """A CPU tensor with the elements of a tpu tensor; it may share memory with the device's array."""
+    order = _begins_storage(tensor)
+    array = array_of(tensor) if order is None else _C.get_value(tensor)[0]
     try:
         host = to_host(array)
     except Exception as error:
         raise translate(error, _aten.copy_.default, tensor.device.index) from error
     checks.raise_failed()
-    return host
+    if order is None:
+        return host
+    elements = host.reshape(-1)[: tensor.numel()].reshape([tensor.shape[i] for i in order])
+    return elements.permute(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _begins_storage(t: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions of a tensor that is the first part of a storage, such as a graph with sizes that change
+    returns: reading all of it compiles nothing, and cutting it would compile a program for each size. None for others.
+    """
+    value, shape, dtype = _C.get_value(t)
+    if not isinstance(value, jax.Array) or dtype is not t.dtype or t.storage_offset() or t.is_conj() or t.is_neg():
+        return None
+    if not t.numel() < math.prod(shape) <= _WORTH_READING * t.numel():
+        return None
+    return physical_order(tuple(t.shape), tuple(t.stride()))
 
 
 _copy_on_device: Callable[..., Any] | None = None
