@@ -28,7 +28,7 @@ from torchtpu.eager.special import SPECIAL_KERNELS
 from torchtpu.lowering.apply import short_name
 from torchtpu.lowering.registry import find
 
-__all__ = ["register"]
+__all__ = ["hide_from_dynamo", "register"]
 
 # Metadata only, in C++ or by PyTorch itself: never a program.
 _NOT_PROGRAMS = {
@@ -53,14 +53,14 @@ def register() -> list[torch.library.Library]:
     """Register all kernels; the returned libraries must be kept alive."""
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in (HOST_KERNELS | SPECIAL_KERNELS).items():
-        _hide_from_dynamo(kernel)
+        hide_from_dynamo(kernel)
         library.impl(name, kernel, "PrivateUse1")
     for op in _programs():
         library.impl(short_name(op).removesuffix(".default"), _lazy_kernel(op), "PrivateUse1")
     for name, kernel in META_KERNELS.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             library.impl(name, kernel, "Meta")
-    _hide_from_dynamo(_fallback)
+    hide_from_dynamo(_fallback)
     catch_all = torch.library.Library("_", "IMPL")
     catch_all.fallback(_fallback, "PrivateUse1")
     for key, kernels in (("SparsePrivateUse1", SPARSE_KERNELS), ("SparseCsrPrivateUse1", COMPRESSED_KERNELS)):
@@ -114,11 +114,11 @@ def _lazy_kernel(op: OpOverload) -> Callable[..., Any]:
             kernel = make_kernel(op)
         return kernel(*args, **kwargs)
 
-    _hide_from_dynamo(first)
+    hide_from_dynamo(first)
     return first
 
 
-def _hide_from_dynamo(function: Callable[..., Any]) -> None:
+def hide_from_dynamo(function: Callable[..., Any]) -> None:
     """After a graph break Dynamo looks at every Python frame, and would compile the kernels, and JAX below them."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
