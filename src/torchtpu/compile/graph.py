@@ -42,7 +42,8 @@ class GraphProgram:
         self.programs: dict[bytes, Callable[..., Any]] = {}
         output = next(n for n in module.graph.nodes if n.op == "output")
         self.metas = [_meta_of(n) for n in output.args[0]]
-        self.name = f"a graph of {sum(n.op == 'call_function' for n in module.graph.nodes)} operators"
+        self.operators = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
+        self.name = f"a graph of {len(self.operators)} operators"
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Run the graph on tensors (and sizes) and return its results."""
@@ -91,7 +92,7 @@ class GraphProgram:
         examples = [number_operand(x, device) if i in numbers else x for i, x in enumerate(operands)]
         if self.random:
             examples.append(np.zeros(4, np.uint32))
-        run = compile_program(traced, examples, devices.device(device), self.name)
+        run = compile_program(traced, examples, devices.device(device), self.name, operators=self.operators)
         specs, messages, draws = notes["specs"], notes["checks"], notes["draws"]
 
         def call(operands: list[Any], device: int) -> list[Any]:

@@ -15,7 +15,7 @@ from torchtpu.eager.errors import out_of_memory, translate
 from torchtpu.eager.kernels import make_kernel
 from torchtpu.eager.preconditions import require_no_overlap, require_one_device
 from torchtpu.eager.views import physical_order
-from torchtpu.runtime import checks, devices
+from torchtpu.runtime import checks, devices, observe
 
 __all__ = ["HOST_KERNELS"]
 
@@ -24,6 +24,7 @@ _aten = torch.ops.aten
 
 def _read(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor with the elements of a tpu tensor, contiguous; it may share memory with the device's array."""
+    observe.wait("a copy to the host")
     array = array_of(tensor)
     try:
         host = to_host(array)
@@ -123,6 +124,7 @@ def _share(self: torch.Tensor, src: torch.Tensor) -> bool:
 
 def _local_scalar_dense(self: torch.Tensor) -> Any:
     """``.item()``."""
+    observe.wait("a number read by Python (.item(), bool(), print)")
     array = array_of(self)
     try:
         value = np.asarray(array).reshape(-1)[0]

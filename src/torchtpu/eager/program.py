@@ -238,7 +238,7 @@ class Program:
             def alone(*given: Any) -> Any:
                 return function(*(x for x in given if x is not None))
 
-            self.run = compile_program(alone, operands, device, self.name, key=self.digest)
+            self.run = compile_program(alone, operands, device, self.name, key=self.digest, operators=[self.name])
         return self.run
 
 

@@ -11,9 +11,11 @@ materialised, and an array that nothing but the trace refers to gives its memory
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from torchtpu.eager.cache import TraceCache
 from torchtpu.eager.program import Kind, Program
 from torchtpu.runtime import checks, devices, memory
 
-__all__ = ["Pending", "flush", "flush_all", "force", "record"]
+__all__ = ["Pending", "flush", "flush_all", "force", "fresh_cache", "record"]
 
 LOOP = 64
 """A trace at least this long ends where its first operator comes again on the same array: one iteration of a loop."""
@@ -203,6 +205,18 @@ def flush_all() -> None:
     """Enqueue everything recorded on any device."""
     for device in list(_traces):
         flush(device)
+
+
+@contextlib.contextmanager
+def fresh_cache() -> Iterator[TraceCache]:
+    """Compile what a block runs even if it has been compiled: the block has a cache of its own."""
+    global _cache
+    flush_all()
+    outer, _cache = _cache, TraceCache()
+    try:
+        yield _cache
+    finally:
+        _cache = outer
 
 
 def force(value: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from torchtpu.runtime import disk_cache
+from torchtpu.runtime import disk_cache, observe
 
 __all__ = ["Statistics", "compile_program", "statistics", "working_memory"]
 
@@ -50,6 +50,7 @@ def compile_program(
     name: str,
     donate: tuple[int, ...] = (),
     key: str | None = None,
+    operators: Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Trace ``function`` on the operands' types and compile it for ``device``, or take it from the cache on disk.
 
@@ -61,6 +62,7 @@ def compile_program(
         donate: positions of operands whose memory the results may take; the arrays given there are gone afterwards.
         key: a digest that says what ``function`` computes from which types; it saves tracing a program that is on
             disk. Without one the traced program is its own key.
+        operators: what it is made of, for those who observe.
 
     Returns:
         A callable of the operands; it enqueues the program and returns its results.
@@ -68,7 +70,7 @@ def compile_program(
     Raises:
         KeyboardInterrupt: Ctrl-C during the compile, which is abandoned.
     """
-    if key is not None and (found := _from_disk(key, device)) is not None:
+    if key is not None and (found := _from_disk(key, device, name)) is not None:
         return found
     start = time.perf_counter()
     with jax.enable_x64(True):
@@ -77,21 +79,28 @@ def compile_program(
     module = lowered.as_text()
     if key is None:
         key = disk_cache.digest(module, repr(donate))
-        if (found := _from_disk(key, device)) is not None:
+        if (found := _from_disk(key, device, name)) is not None:
             return found
+    observe.lowered(name, operators, module)
+    traced = time.perf_counter()
     compiled = _wait_for(_in_thread(lowered.compile), name)
+    end = time.perf_counter()
     statistics.compiles += 1
-    statistics.compile_seconds += time.perf_counter() - start
+    statistics.compile_seconds += end - start
+    observe.compiled(observe.CompiledProgram(name, tuple(operators), module, compiled, traced - start, end - traced))
     disk_cache.save(key, device, compiled, module)
     return compiled
 
 
-def _from_disk(key: str, device: jax.Device) -> Any | None:
+def _from_disk(key: str, device: jax.Device, name: str) -> Any | None:
+    if observe.watched():
+        return None
     start = time.perf_counter()
     found = disk_cache.load(key, device)
     if found is not None:
         statistics.disk_hits += 1
         statistics.disk_seconds += time.perf_counter() - start
+        observe.log.info("found %s on disk", name)
     return found
 
 
