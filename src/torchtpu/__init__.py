@@ -15,6 +15,7 @@ from torchtpu import _autoload
 
 if TYPE_CHECKING:
     from torchtpu import export as export
+    from torchtpu.compile.explain import explain as explain
 
 __version__ = "0.1.0"
 
@@ -27,4 +28,8 @@ def __getattr__(name: str) -> Any:
         import torchtpu.export
 
         return torchtpu.export
+    if name == "explain":
+        from torchtpu.compile.explain import explain
+
+        return explain
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
