@@ -84,9 +84,10 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend("tpu")
     torch._register_device_module("tpu", device)
     torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=True, for_storage=True)
-    from torchtpu.integrations import accelerate
+    from torchtpu.integrations import accelerate, dynamo, flex_attention
 
-    accelerate.install()
+    for integration in (accelerate, dynamo, flex_attention):
+        integration.install()
     _registered = True
 
 

@@ -49,6 +49,16 @@ def test_a_module(tmp_path: Path) -> None:
     assert json.loads(json.dumps(report.as_dict()))["eager"]["programs"][0]["flops"] == report.eager.programs[0].flops
 
 
+def test_blocks_that_repeat_are_compiled_once() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.LayerNorm(8)) for _ in range(12)]
+    model = nn.Sequential(*layers).to("tpu")
+    report = torchtpu.explain(model, torch.randn(4, 8, device="tpu"))
+    block = max(report.eager.programs, key=lambda program: program.runs)
+    assert block.runs >= 8 and f"run {block.runs} times" in str(report)
+    assert [(x["m"], x["k"], x["n"]) for x in block.products] == [(4, 8, 8)]
+
+
 def test_breaks_and_round_trips() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x * 2

@@ -268,6 +268,18 @@ def test_random_numbers_are_the_generators(tmp_path: Path) -> None:
     assert not torch.equal(*got)
 
 
+def test_control_flow(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+            return torch.cond(flag, lambda x: x.sin() * 2, lambda x: x[:1].expand(3) - 1, (x,))
+
+    x = torch.rand(3)
+    save(Model(), tmp_path / "p", (x, torch.tensor(True)))
+    program = load(tmp_path / "p")
+    for flag in (torch.tensor(True), torch.tensor(False)):
+        torch.testing.assert_close(program(x, flag).cpu(), Model()(x, flag))
+
+
 def test_wrong_index_raises(tmp_path: Path) -> None:
     save(nn.Embedding(5, 2), tmp_path / "p", (torch.tensor([1, 2]),))
     with pytest.raises(IndexError, match="out of range"):

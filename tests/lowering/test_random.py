@@ -99,6 +99,19 @@ def test_standard_gamma_grad():
     torch.testing.assert_close(result, aten._standard_gamma_grad(alpha, alpha * 1.25), rtol=1e-3, atol=0)
 
 
+def test_dirichlet_grad():
+    """In each of the regimes that PyTorch tells apart."""
+    x = torch.tensor([1e-4, 0.01, 0.2, 0.45, 0.5, 0.7, 0.95, 0.999], dtype=torch.float64)
+    alpha, beta = torch.tensor([0.2, 1, 3, 7, 40, 300], dtype=torch.float64), torch.tensor([0.5, 5, 7, 90.0])
+    for dtype in (torch.float64, torch.float32):
+        grid = [g.to(dtype).contiguous() for g in torch.meshgrid(x, alpha, beta.double(), indexing="ij")]
+        arguments = grid[0], grid[1], grid[1] + grid[2]
+        result, expected = run_lowering(aten._dirichlet_grad.default, *arguments), aten._dirichlet_grad(*arguments)
+        tolerance = 1e-7 if dtype is torch.float64 else 1e-3
+        near = expected.isfinite()  # float32 overflows on the CPU where its samples never are
+        torch.testing.assert_close(result[near], expected[near], rtol=tolerance, atol=1e-30)
+
+
 def test_empty_and_zero_dimensional():
     assert run_lowering(aten.rand.default, [0, 3]).shape == (0, 3)
     assert run_lowering(aten.normal_functional.default, torch.tensor(0.0)).shape == ()
@@ -228,7 +241,7 @@ def test_integers(dtype):
         assert counts_fit(sample, [1 / number] * number, first) > DOUBT, name
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64], ids=lambda d: str(d)[6:])
 def test_integers_over_the_whole_type(dtype):
     torch.manual_seed(3)
     info = torch.iinfo(dtype)
@@ -351,3 +364,51 @@ def test_attention_and_recurrent_dropout():
     assert counts_fit((out * 0.75).round(), [0.25, 0.75]) > DOUBT
     packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(12, 20, 1, device=TPU), [12] * 20)
     assert counts_fit((rnn(packed)[0].data * 0.75).round(), [0.25, 0.75]) > DOUBT
+
+
+def test_distributions():
+    torch.manual_seed(13)
+    d, size, p = torch.distributions, (N,), torch.tensor([0.1, 0.2, 0.3, 0.4], device=TPU)
+    two, three = torch.tensor(2.0, device=TPU), torch.tensor(3.0, device=TPU)
+    plain = {"validate_args": False}
+    continuous = {
+        "laplace": (d.Laplace(two, three, **plain), stats.laplace(2, 3)),
+        "gumbel": (d.Gumbel(two, three, **plain), stats.gumbel_r(2, 3)),
+        "beta": (d.Beta(two, three, **plain), stats.beta(2, 3)),
+        "student": (d.StudentT(three, **plain), stats.t(3)),
+        "weibull": (d.Weibull(two, three, **plain), stats.weibull_min(3, 0, 2)),
+        "half cauchy": (d.HalfCauchy(two, **plain), stats.halfcauchy(0, 2)),
+        "von mises": (d.VonMises(two * 0, three, **plain), stats.vonmises(3)),
+    }
+    discrete = {
+        "categorical": (d.Categorical(p, **plain), p.tolist()),
+        "geometric": (d.Geometric(p[2], **plain), pmf(stats.geom(0.3, -1), 0, 20)),
+        "negative binomial": (d.NegativeBinomial(three, p[3], **plain), pmf(stats.nbinom(3, 0.6), 0, 20)),
+    }
+    samples = {name: made.sample(size) for name, (made, _) in (continuous | discrete).items()}
+    for name, (_, distribution) in continuous.items():
+        assert fits(samples[name], distribution) > DOUBT, name
+    for name, (_, probabilities) in discrete.items():
+        assert counts_fit(samples[name], probabilities) > DOUBT, name
+    covariance = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+    normal = d.MultivariateNormal(torch.zeros(2, device=TPU), covariance.to(TPU), **plain).sample(size).cpu()
+    assert fits(normal[:, 1], stats.norm(0, 3**0.5)) > DOUBT
+    torch.testing.assert_close(normal.T.cov(), covariance, atol=0.1, rtol=0)
+
+
+def test_gradients_of_samples():
+    """A sample moves with a parameter as its quantile does: dx/da = -(dF/da) / f."""
+    torch.manual_seed(14)
+    d, a = torch.distributions, torch.full((400,), 1.5, device=TPU, requires_grad=True)
+    families = {
+        "normal": (d.Normal(1.0, a, validate_args=False), lambda a: stats.norm(1, a)),
+        "gamma": (d.Gamma(a, 2.0, validate_args=False), lambda a: stats.gamma(a, 0, 0.5)),
+        "exponential": (d.Exponential(a, validate_args=False), lambda a: stats.expon(0, 1 / a)),
+        "beta": (d.Beta(a, 2.0, validate_args=False), lambda a: stats.beta(a, 2)),
+    }
+    for name, (made, family) in families.items():
+        sample = made.rsample()
+        (gradient,) = torch.autograd.grad(sample.sum(), a)
+        x, h = numbers(sample), 1e-4
+        expected = -(family(1.5 + h).cdf(x) - family(1.5 - h).cdf(x)) / (2 * h) / family(1.5).pdf(x)
+        np.testing.assert_allclose(numbers(gradient), expected, rtol=5e-3, atol=5e-3, err_msg=name)

@@ -51,6 +51,11 @@ VARIABLES = (
         "MiB of compiled programs kept on disk for later processes; the least recently used go first. `0` keeps none.",
     ),
     Variable(
+        "TORCHTPU_REPEATS",
+        "1",
+        "Blocks that repeat in a program, such as a decoder's layers, are compiled once; `0` compiles programs whole.",
+    ),
+    Variable(
         "TORCH_DEVICE_BACKEND_AUTOLOAD",
         "1",
         "PyTorch's own: `0` stops `import torch` from loading device backends; `import torchtpu` still does.",

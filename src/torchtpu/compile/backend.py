@@ -4,10 +4,12 @@ program.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
@@ -24,12 +26,26 @@ _aot = aot_autograd(fw_compiler=_compile)
 
 
 def backend(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """Compile a captured graph. Dynamo calls this; users write ``torch.compile(model, backend="tpu")``.
+    """Compile a captured graph. Dynamo calls this; users write ``torch.compile(model)``.
+
+    Every ``mode`` means the same, since XLA optimises whole programs. ``options`` of PyTorch's own compiler
+    ("triton.cudagraphs" and so on) have no meaning here and are named in a warning.
 
     Raises:
-        TypeError: an option was given; there are none yet.
+        TypeError: an option that neither compiler knows.
     """
-    options.pop("mode", None)  # every mode means the same: XLA optimises whole programs
+    options.pop("mode", None)
+    given = options.pop("options", None) or {}
     if options:
-        raise TypeError(f"the tpu backend takes no options, got {', '.join(options)}")
-    return _aot(module, inputs)
+        raise TypeError(f"the tpu backend takes mode= and options=, got {', '.join(options)}")
+    if given:
+        from torch._inductor import config
+
+        known = config.get_config_copy()
+        unknown = [name for name in given if name.replace("-", "_") not in known]
+        if unknown:
+            raise TypeError(f"torch.compile on tpu: unknown option {', '.join(unknown)}")
+        warnings.warn(f"torch.compile on tpu has no use for the option {', '.join(given)}", stacklevel=2)
+    # Tokens of operators with effects, such as assertions, stay inside the graph: they are no tensors of the device.
+    with torch._functorch.config.patch(unlift_effect_tokens=True):
+        return _aot(module, inputs)

@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch._higher_order_ops.effects import with_effects
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
+from torchtpu.compile.control_flow import run_operator
 from torchtpu.eager.program import key_of
-from torchtpu.lowering.apply import NoLowering, apply, short_name
+from torchtpu.lowering.apply import apply, short_name
 from torchtpu.lowering.context import Trace
 from torchtpu.lowering.registry import find
 
@@ -56,7 +58,10 @@ class Draws:
             words = jax.lax.bitcast_convert_type(args[0].reshape(4, 4), jnp.uint32)
             self.trace.begin_operator(lambda: key_of(words))
             return apply(args[1], tuple(args[2:]), kwargs)
-        raise NoLowering(f"{target} has no lowering")
+        if target is with_effects:  # the token keeps operators in order, which a program does by itself
+            result = self.run(args[1], args[2:], kwargs)
+            return args[0], *(result if isinstance(result, tuple) else (result,))
+        return run_operator(target, args, kwargs)
 
     def _reserve(self) -> jax.Array:
         key = key_of(self._words())

@@ -109,8 +109,9 @@ def _describe(program: CompiledProgram, path: Path) -> Program:
     work = sum(p.flops * n for p, n in found)
     filled = {unit: sum(p.flops * n / (1 - p.wasted(unit)) for p, n in found if p.flops) for unit in UNITS}
     return Program(
-        name=program.name,
-        operators=dict(Counter(program.operators).most_common()),
+        name=program.about.name,
+        runs=program.about.runs,
+        operators=dict(Counter(program.about.operators).most_common()),
         flops=cost.get("flops"),
         transcendentals=cost.get("transcendentals"),
         bytes_accessed=cost.get("bytes accessed"),

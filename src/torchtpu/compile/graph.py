@@ -1,34 +1,42 @@
 """One functional FX graph of aten operators as a program: read the inputs' storages, replay the lowerings, wrap the
-results.
+results. In fused mode a graph is recorded like an operator, so that what surrounds it is compiled with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 
 from torchtpu import _C
 from torchtpu.compile.draws import Draws, takes_draws
-from torchtpu.eager.arrays import force, make_spec, number_operand, prepare_storage
-from torchtpu.eager.errors import translate
-from torchtpu.eager.kernels import reserve_seed, seed_words
-from torchtpu.eager.program import Constant, Meta, Window, dense, describe_values, physical_value, read_window
+from torchtpu.eager import modes
+from torchtpu.eager.arrays import prepare_storage
+from torchtpu.eager.launch import block, examples, launcher
+from torchtpu.eager.program import (
+    Constant,
+    Inputs,
+    Meta,
+    Program,
+    dense,
+    describe_values,
+    physical_value,
+    stacked_checks,
+)
 from torchtpu.eager.views import row_major
 from torchtpu.lowering.apply import run_graph
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import rounded, to_torch
-from torchtpu.runtime import checks, devices
-from torchtpu.runtime.compiler import compile_program
+from torchtpu.runtime import checks
 
 __all__ = ["GraphProgram"]
 
 
 class GraphProgram:
-    """A graph and its compiled programs, one for each combination of input sizes, strides and dtypes.
+    """A graph and its programs, one for each combination of input sizes, strides and dtypes.
 
     Args:
         module: a graph of functional aten operators (what AOTAutograd gives a compiler).
@@ -42,76 +50,92 @@ class GraphProgram:
         self.programs: dict[bytes, Callable[..., Any]] = {}
         output = next(n for n in module.graph.nodes if n.op == "output")
         self.metas = [_meta_of(n) for n in output.args[0]]
-        self.operators = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
+        self.on_cpu = [i for i, n in enumerate(output.args[0]) if _is_on_cpu(n)]
+        self.operators = tuple(str(n.target) for n in module.graph.nodes if n.op == "call_function")
         self.name = f"a graph of {len(self.operators)} operators"
+        self.text = _text(module)
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        """Run the graph on tensors (and sizes) and return its results."""
+        """Run the graph on tensors (and sizes) and return its results. What it reads or gives on the CPU is copied."""
+        if any(isinstance(t, torch.Tensor) and t.device.type == "cpu" and t.dim() for t in inputs):
+            inputs = tuple(t.to("tpu") if isinstance(t, torch.Tensor) and t.dim() else t for t in inputs)
+        results = self._run(inputs)
+        for i in self.on_cpu:
+            results[i] = results[i].cpu()
+        return results
+
+    def _run(self, inputs: tuple[Any, ...]) -> list[Any]:
         key, operands, _, device = _C.flatten(self.handle, inputs, {})
         run = self.programs.get(key)
         if run is None:
             tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.device.type == "tpu"]
             if sum(prepare_storage(t) for t in tensors):
                 key, operands, _, device = _C.flatten(self.handle, inputs, {})
-            run = self.programs[key] = self._build(inputs, [force(x) for x in operands], device)
-        return run([force(x) for x in operands], device)
+            run = self.programs[key] = self._build(inputs, operands, device)
+        return run(operands, device)
 
     def _build(self, inputs: tuple[Any, ...], operands: list[Any], device: int) -> Callable[..., Any]:
         described = describe_values(inputs)
-        numbers = [i for i, s in enumerate(described.operands) if s is None]
-        notes: dict[str, Any] = {}
+        notes: dict[str, Any] = {"random": self.random, "writes": [], "nested": [], "operators": self.operators}
 
         def traced(*given: Any) -> list[jax.Array]:
-            values = list(given)
+            values = Inputs(described, given, self.random)
             trace = Trace()
-            draws = Draws(trace, values.pop() if self.random else None)
-
-            def value(x: Any) -> Any:
-                if not isinstance(x, Window):
-                    return described.number(x, values)
-                return read_window(described.base(x, values), x, [jax.numpy.int32(s) for s in x.starts])
-
+            draws = Draws(trace, values.seed)
             with tracing(trace):
-                results = run_graph(self.module.graph, [value(x) for x in described.args], draws.run)
-            arrays, specs = [], []
+                results = run_graph(self.module.graph, [values.value(x) for x in described.args], draws.run)
+            arrays: list[jax.Array] = []
+            outputs: list[Meta | Constant] = []
             for result, meta in zip(results, self.metas, strict=True):
                 if not isinstance(result, jax.Array):
-                    specs.append(Constant(result))
+                    outputs.append(Constant(result))
                     continue
                 size = tuple(result.shape)
                 if meta is None or meta.size != size:
                     meta = Meta(size, row_major(size), to_torch(result.dtype))
-                specs.append(make_spec(meta.size, meta.stride, meta.dtype, self.name))
+                outputs.append(meta)
                 arrays.append(physical_value(rounded(result, meta.dtype), meta))
-            notes["specs"], notes["draws"] = specs, draws.count
+            notes["outputs"], notes["draws"] = outputs, draws.count
             notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
-            if trace.checks:
-                arrays.append(jax.numpy.stack([c.value.astype(jax.numpy.int64) for c in trace.checks]))
-            return arrays
+            return [*arrays, *stacked_checks(trace)]
 
-        examples = [number_operand(x, device) if i in numbers else x for i, x in enumerate(operands)]
-        if self.random:
-            examples.append(np.zeros(4, np.uint32))
-        run = compile_program(traced, examples, devices.device(device), self.name, operators=self.operators)
-        specs, messages, draws = notes["specs"], notes["checks"], notes["draws"]
+        with jax.enable_x64(True):
+            closed = jax.make_jaxpr(traced)(*examples(described, operands, device, self.random))
+        settings = torch.get_default_dtype(), torch.get_float32_matmul_precision(), device
+        key = repr((self.text, self.metas, described.args, described.operands, settings))
+        program = Program(self.name, key, described, closed, notes)
+        launch, outputs, messages, wrap = launcher(program, described), program.outputs, program.checks, _C.wrap
 
         def call(operands: list[Any], device: int) -> list[Any]:
-            for i in numbers:
-                operands[i] = number_operand(operands[i], device)
-            if self.random:
-                operands.append(seed_words(reserve_seed(None, device, draws)))
-            try:
-                values = run(*operands)
-            except Exception as error:
-                raise translate(error, self.name, device) from error
-            if values:
-                devices.note(device, values[-1])
+            values = launch((), {}, operands, device)
             if messages:
-                checks.note(values[-1], messages, self.name)
+                checks.note(values[-1], messages, program.name)
+            if modes.blocking:
+                block(program.name, values, device)
             made = iter(values)
-            return [s.value if isinstance(s, Constant) else _C.wrap(s, next(made), device) for s in specs]
+            return [s.value if isinstance(s, Constant) else wrap(s, next(made), device) for s in outputs]
 
         return call
+
+
+def _text(module: torch.fx.GraphModule) -> str:
+    """What a graph computes, the same in every process: nodes, and by their contents constants and subgraphs."""
+    parts = [str(module.graph)]
+    for node in module.graph.find_nodes(op="get_attr"):
+        held = getattr(module, node.target)
+        if isinstance(held, torch.fx.GraphModule):
+            parts.append(f"{node.target}: {_text(held)}")
+        elif isinstance(held, torch.Tensor):
+            content = held.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            parts.append(f"{node.target}: {hashlib.sha256(content).hexdigest()}")
+        else:
+            parts.append(f"{node.target}: {held!r}")
+    return "\n".join(parts)
+
+
+def _is_on_cpu(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
 def _meta_of(node: Any) -> Meta | None:

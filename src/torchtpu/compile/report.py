@@ -17,8 +17,9 @@ class Program:
 
     Attributes:
         name: what messages call it.
-        operators: how often each aten overload was recorded in it.
-        flops, transcendentals, bytes_accessed: per run; None where XLA does not say.
+        runs: how often it runs in one call: a block that repeats is compiled once.
+        operators: how often each aten overload was recorded in it; for a part of a program, in the whole.
+        flops, transcendentals, bytes_accessed: of one run; None where XLA does not say.
         argument_bytes, output_bytes, temporary_bytes, peak_bytes: memory; the last is their sum without what the
             results take over from arguments.
         trace_seconds, compile_seconds: Python and XLA.
@@ -29,6 +30,7 @@ class Program:
     """
 
     name: str
+    runs: int
     operators: dict[str, int]
     flops: float | None
     transcendentals: float | None
@@ -135,8 +137,9 @@ def _run(run: Run) -> list[str]:
 
 
 def _program(index: int, program: Program) -> list[str]:
+    times = f", run {program.runs} times" if program.runs > 1 else ""
     lines = [
-        f"program {index + 1}: {program.name}, traced in {program.trace_seconds:.2f} s, compiled in "
+        f"program {index + 1}: {program.name}{times}, traced in {program.trace_seconds:.2f} s, compiled in "
         f"{program.compile_seconds:.2f} s",
         f"  {_listed([f'{n} {name}' for name, n in program.operators.items()])}",
         f"  {_quantity(program.flops, 'FLOP')}, {_quantity(program.bytes_accessed, 'B')} accessed, memory "

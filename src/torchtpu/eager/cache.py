@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from torchtpu.eager.arrays import number_operand
 from torchtpu.eager.program import Kind, Program
-from torchtpu.runtime import devices
+from torchtpu.runtime import devices, repeats
 from torchtpu.runtime.compiler import compile_program, working_memory
 from torchtpu.runtime.compiler import statistics as compiler_statistics
 from torchtpu.runtime.disk_cache import digest
@@ -174,17 +176,42 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> V
     """Compile a trace."""
     programs, signature = list(trace.programs), list(trace.signature)
 
-    def fused(floats: jax.Array, integers: jax.Array, seeds: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    def fused(floats: Any, integers: Any, seeds: Any, *arrays: jax.Array) -> list[jax.Array]:
+        numbers = list(_numbers(programs, floats, integers, seeds))
         results: list[jax.Array] = []
-        reader = _Reader(signature, floats, integers, seeds, arrays)
-        for program in programs:
-            results.extend(program.function(*reader.operands(program, results)))
+        items = iter(signature)
+        for program, own in zip(programs, numbers, strict=True):
+            next(items)  # the program itself
+            operands = iter(own)
+            found = []
+            for kind in program.kinds:
+                if kind in (Kind.ARRAY, Kind.COMPLEX):
+                    item = next(items)
+                    found.append(results[item] if item >= 0 else arrays[-1 - item])
+                elif kind != Kind.ABSENT:
+                    found.append(next(operands))
+            found += operands  # starts and seed
+            typed = zip(found, program.input_types, strict=True)
+            results.extend(program.function(*(jnp.asarray(x, t.dtype) if x.dtype != t.dtype else x for x, t in typed)))
         return [results[i] for i in wanted]
 
+    # Numbers are passed as three vectors; one by one where blocks repeat, so that all occurrences of a block are alike.
+    apart = not donated and repeats.enabled() and repeats.any_run([p.uid for p in programs])
+    device = trace.device
+
+    def operands(floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> tuple[Any, Any, Any]:
+        if not apart:
+            return floats, integers, seeds
+        return [number_operand(x, device) for x in floats.tolist()], [
+            number_operand(x, device) for x in integers.tolist()
+        ], list(seeds)  # fmt: skip
+
     examples = [
-        np.zeros(len(trace.floats)),
-        np.zeros(len(trace.integers), np.int64),
-        np.zeros((len(trace.seeds), 4), np.uint32),
+        *operands(
+            np.zeros(len(trace.floats)),
+            np.zeros(len(trace.integers), np.int64),
+            np.zeros((len(trace.seeds), 4), np.uint32),
+        ),
         *trace.arrays,
     ]
     name = f"{len(programs)} operators"
@@ -197,12 +224,12 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> V
         name,
         donate=given,
         key=key,
-        operators=[p.name for p in programs],
+        operators=[name for p in programs for name in p.operators],
     )
 
     def run(arrays: list[Any], floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> dict[int, Any]:
         with jax.enable_x64(True):
-            return dict(zip(wanted, compiled(floats, integers, seeds, *arrays), strict=True))
+            return dict(zip(wanted, compiled(*operands(floats, integers, seeds), *arrays), strict=True))
 
     types = [t for p in programs for t in p.result_types]
     sizes = {i: types[i].size * types[i].dtype.itemsize for i in wanted}
@@ -221,37 +248,19 @@ def _digest(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> 
     return digest(*parts, repr((types, wanted, donated)))
 
 
-class _Reader:
-    """Reads a signature back: the operands of each program in turn."""
-
-    def __init__(self, signature: list[int], floats: Any, integers: Any, seeds: Any, arrays: Any) -> None:
-        self.items: Iterator[int] = iter(signature)
-        self.floats, self.integers, self.seeds, self.arrays = floats, integers, seeds, arrays
-        self.float = self.integer = self.seed = 0
-
-    def operands(self, program: Program, results: list[jax.Array]) -> list[jax.Array]:
-        """What ``program.function`` takes."""
-        next(self.items)  # the program itself
-        found: list[jax.Array] = []
-        for kind in program.kinds:
-            if kind == Kind.ABSENT:
-                continue
-            if kind == Kind.FLOAT:
-                found.append(self.floats[self.float])
-                self.float += 1
-            elif kind == Kind.INTEGER:
-                found.append(self.integers[self.integer])
-                self.integer += 1
-            else:
-                item = next(self.items)
-                found.append(results[item] if item >= 0 else self.arrays[-1 - item])
+def _numbers(programs: list[Program], floats: Any, integers: Any, seeds: Any) -> Iterator[list[jax.Array]]:
+    """For each program the operands that are not arrays: numbers in order, where slices start, the seed."""
+    next_float, next_integer, next_seed = itertools.count(), itertools.count(), itertools.count()
+    for program in programs:
+        found = []
+        kinds = [k for k in program.kinds if k != Kind.ABSENT]
+        for kind, wanted in zip(kinds, program.input_types, strict=False):
+            if kind in (Kind.FLOAT, Kind.INTEGER):
+                vector, position = (floats, next_float) if kind == Kind.FLOAT else (integers, next_integer)
+                found.append(jnp.asarray(vector[next(position)], wanted.dtype))
         if program.starts:
-            found.append(self.integers[self.integer : self.integer + program.starts])
-            self.integer += program.starts
+            starts = jnp.stack([integers[next(next_integer)] for _ in range(program.starts)])
+            found.append(jnp.asarray(starts, program.input_types[len(kinds)].dtype))
         if program.random:
-            found.append(self.seeds[self.seed])
-            self.seed += 1
-        return [
-            jnp.asarray(x, t.dtype) if x.dtype != t.dtype else x
-            for x, t in zip(found, program.input_types, strict=True)
-        ]
+            found.append(seeds[next(next_seed)])
+        yield found

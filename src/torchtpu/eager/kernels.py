@@ -14,23 +14,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from torchtpu import _C
-from torchtpu.eager import modes, trace
-from torchtpu.eager.arrays import array_of, number_operand, prepare_storage, wrap_array
-from torchtpu.eager.errors import translate
+from torchtpu.eager import modes
+from torchtpu.eager.arrays import array_of, prepare_storage, wrap_array
 from torchtpu.eager.fallback import run_on_cpu
+from torchtpu.eager.launch import block, examples, find_generator, launcher, reserve_seed, seed_words
 from torchtpu.eager.meta import Unknown, metas_of, raise_as_cpu, run_meta
 from torchtpu.eager.preconditions import require_no_overlap, require_one_device, warn_emulated
 from torchtpu.eager.program import Call, Constant, Program, WrongOutSize, describe, key_of, name_of, trace_function
 from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
 from torchtpu.lowering.context import Trace, tracing
-from torchtpu.lowering.dtypes import to_jax
 from torchtpu.lowering.registry import Lowering, find
 from torchtpu.runtime import checks, devices, observe
 
@@ -219,69 +217,20 @@ class Kernel:
             notes: dict[str, Any] = {"random": self.random}
             traced = trace_function(call, self.target, self.derived, metas, notes)
             with jax.enable_x64(True):
-                closed = jax.make_jaxpr(traced)(*self._examples(call, operands, self.random))
+                closed = jax.make_jaxpr(traced)(*examples(call, operands, call.device, self.random))
                 if self.random and not notes["draws"]:  # such as attention without dropout: it takes no seed
                     notes["random"] = False
-                    closed = jax.make_jaxpr(traced)(*self._examples(call, operands, False))
-            program = self.programs[structure] = Program(call, closed, notes)
+                    closed = jax.make_jaxpr(traced)(*examples(call, operands, call.device, False))
+            program = self.programs[structure] = Program(name_of(self.op), repr(structure), call, closed, notes)
         return program
-
-    def _examples(self, call: Call, operands: list[Any], random: bool) -> list[Any]:
-        """Operands in the form in which a program of its own takes them; for tracing, their types are what matters."""
-        examples: list[Any] = []
-        for storage, x in zip(call.operands, operands, strict=True):
-            if storage is None:
-                examples.append(number_operand(x, call.device))
-            elif storage.uninitialised:
-                examples.append(None)
-            else:
-                examples.append(jax.ShapeDtypeStruct(storage.shape, to_jax(storage.dtype)))
-        starts = call.starts()
-        if starts is not None:
-            examples.append(starts)
-        if random:
-            examples.append(np.zeros(4, np.uint32))
-        return examples
-
-    def _launcher(self, program: Program, call: Call) -> Callable[..., list[Any]]:
-        """The function that runs or records the program; returns its arrays or pending values."""
-        numbers = [i for i, s in enumerate(call.operands) if s is None]
-        moving = call.starts()
-        moving_list = moving.tolist() if moving is not None else []
-        random, op, note, record = program.random, self.op, devices.note, trace.record
-        on_device: list[Any] = []
-
-        def launch(args: Any, kwargs: Any, operands: list[Any], device: int) -> list[Any]:
-            seed = reserve_seed(find_generator(args, kwargs), device) if random else None
-            if modes.fused:
-                return record(program, operands, moving_list, seed, device)
-            for i in numbers:
-                operands[i] = number_operand(operands[i], device)
-            if moving is not None:
-                if not on_device:
-                    with jax.enable_x64(True):
-                        on_device.append(jax.device_put(moving, devices.device(device)))
-                operands.append(on_device[0])
-            if seed is not None:
-                operands.append(seed_words(seed))
-            run = program.run or program.compiled(operands, devices.device(device))
-            try:
-                values = run(*operands)
-            except Exception as error:
-                raise translate(error, op, device) from error
-            if values:
-                note(device, values[-1])  # the results of a program become ready together
-            return values
-
-        return launch
 
     def _runner(self, program: Program, call: Call) -> Callable[..., Any]:
         """The function kept for this signature: launches the program and wraps the results."""
-        launch, outputs, messages = self._launcher(program, call), program.outputs, program.checks
+        launch, outputs, messages = launcher(program, call), program.outputs, program.checks
         # a storage's position among the owners is its rank among the storages
         rank = {i: n for n, i in enumerate(i for i, s in enumerate(call.operands) if s is not None)}
         writes = [(rank[i], spec) for i, spec in program.writes]
-        op, wrap, store, name = self.op, _C.wrap, _C.store, name_of(self.op)
+        wrap, store, name = _C.wrap, _C.store, program.name
 
         if len(outputs) == 1 and not (writes or messages or program.nested[0] or isinstance(outputs[0], Constant)):
             spec = outputs[0]
@@ -289,7 +238,7 @@ class Kernel:
             def simple(args: Any, kwargs: Any, operands: list[Any], owners: list[Any], device: int) -> Any:
                 values = launch(args, kwargs, operands, device)
                 if modes.blocking:
-                    block(op, values, device)
+                    block(name, values, device)
                 return wrap(spec, values[0], device)
 
             return simple
@@ -304,7 +253,7 @@ class Kernel:
             if messages:
                 checks.note(values[-1], messages, name)
             if modes.blocking:
-                block(op, values, device)
+                block(name, values, device)
             for n, (place, spec) in enumerate(writes):
                 store(owners[place], values[arrays + n], spec)
             made = iter(values)
@@ -322,35 +271,6 @@ class Kernel:
             return results[0] if len(results) == 1 else tuple(results)
 
         return general
-
-
-def block(op: OpOverload, values: list[Any], device: int) -> None:
-    """Wait for a program and look at its checks: debug mode."""
-    try:
-        jax.block_until_ready(values)
-    except Exception as error:
-        raise translate(error, op, device) from error
-    checks.raise_failed()
-
-
-def reserve_seed(generator: torch.Generator | None, device: int, draws: int = 1) -> tuple[int, int]:
-    """(seed, offset) for a program's PRNG, of draws reserved from the generator: one for each operator that draws."""
-    if generator is not None and generator.device.type != "tpu":
-        raise RuntimeError(f"Expected a 'tpu' device type for generator but found '{generator.device.type}'")
-    return _C.reserve_draws(generator, device, draws)
-
-
-def seed_words(seed: tuple[int, int]) -> np.ndarray:
-    """(seed, offset) in the form in which a program takes them."""
-    return np.array(seed, np.uint64).view(np.uint32)
-
-
-def find_generator(args: Any, kwargs: Any) -> torch.Generator | None:
-    """The generator given to a call, if any."""
-    for x in (*kwargs.values(), *args):
-        if isinstance(x, torch.Generator):
-            return x
-    return None
 
 
 class _Dynamic:

@@ -193,10 +193,12 @@ class Program:
         uid: a number of its own; what a trace is recognised by.
         digest: what it computes, the same in every process.
         name: the operator, for messages.
+        operators: the aten overloads in it, where it is a graph of several.
         function: on flat arrays: storage values and numbers (those that are not None), then the starts, then the seed.
         kinds: for each operand, how it is passed: see ``Kind``.
         starts: how many numbers say where slices start.
         random: whether it takes a seed.
+        draws: how many draws it takes from the generator.
         reads: whether its results depend on any array it is given; a factory's do not.
         outputs: specs of the new tensors and constants, in order.
         writes: (operand, spec) of every storage that gets a new value.
@@ -208,26 +210,29 @@ class Program:
 
     _uids = itertools.count()
 
-    def __init__(self, call: Call, closed: Any, notes: dict[str, Any]) -> None:
+    def __init__(self, name: str, key: str, described: Described, closed: Any, notes: dict[str, Any]) -> None:
         self.uid = next(Program._uids)
-        self.digest = digest(name_of(call.op), repr(call.structure()))
-        self.name = name_of(call.op)
+        self.digest = digest(name, key)
+        self.name = name
+        self.operators: tuple[str, ...] = notes.get("operators", (name,))
         self.function = jax.extend.core.jaxpr_as_fun(closed)
-        self.random = notes["random"]
+        self.random, self.draws = notes["random"], notes["draws"]
         used = {v for eqn in closed.jaxpr.eqns for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)}
         self.reads = not used.isdisjoint(closed.jaxpr.invars) or not set(closed.jaxpr.invars).isdisjoint(
             v for v in closed.jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)
         )
-        self.starts = sum(len(w.starts) for w in call.windows if not w.plan.static)
+        self.starts = sum(len(w.starts) for w in described.windows if not w.plan.static)
         self.outputs = [output_spec(m, self.name) for m in notes["outputs"]]
-        self.writes = [(i, storage_spec(call.operands[i])) for i in notes["writes"]]
+        self.writes = [(i, storage_spec(described.operands[i])) for i in notes["writes"]]
         self.checks = notes["checks"]
         self.nested = notes["nested"]
         self.results = len(closed.out_avals)
         self.result_types = list(closed.out_avals)
         self.input_types = [v.aval for v in closed.jaxpr.invars]
-        self.kinds = list(_kinds(call, self.input_types))
-        self.describes = [f"{s.dtype}{list(s.shape)}".removeprefix("torch.") for s in call.operands if s is not None]
+        self.kinds = list(_kinds(described, self.input_types))
+        self.describes = [
+            f"{s.dtype}{list(s.shape)}".removeprefix("torch.") for s in described.operands if s is not None
+        ]
         self.run: Callable[..., Any] | None = None
 
     def compiled(self, operands: Sequence[Any], device: jax.Device) -> Callable[..., Any]:
@@ -238,7 +243,7 @@ class Program:
             def alone(*given: Any) -> Any:
                 return function(*(x for x in given if x is not None))
 
-            self.run = compile_program(alone, operands, device, self.name, key=self.digest, operators=[self.name])
+            self.run = compile_program(alone, operands, device, self.name, key=self.digest, operators=self.operators)
         return self.run
 
 
@@ -248,9 +253,9 @@ class Kind:
     ARRAY, ABSENT, FLOAT, INTEGER, COMPLEX = range(5)
 
 
-def _kinds(call: Call, types: Sequence[Any]) -> Iterator[int]:
+def _kinds(described: Described, types: Sequence[Any]) -> Iterator[int]:
     position = 0
-    for storage in call.operands:
+    for storage in described.operands:
         if storage is not None:
             yield Kind.ABSENT if storage.uninitialised else Kind.ARRAY
             position += not storage.uninitialised
@@ -293,29 +298,16 @@ def trace_function(
 ) -> Callable[..., Any]:
     """The function that JAX traces: operands -> [values of new tensors..., new values of written storages..., checks].
 
-    ``notes`` receives what only tracing reveals: ``outputs`` (Meta of every new tensor), ``writes``, ``draws`` (whether
-    random numbers were drawn) and ``checks``.
+    ``notes`` receives what only tracing reveals: ``outputs`` (Meta of every new tensor), ``writes``, ``draws`` (how
+    many were taken from the generator) and ``checks``.
     """
     names = [a.name for a in call.op._schema.arguments]
-    moving = sum(len(w.starts) for w in call.windows if not w.plan.static)
 
     def traced(*given: Any) -> list[jax.Array]:
-        operands = list(given)
-        trace = Trace()
-        if notes["random"]:
-            seed = operands.pop()
-            trace.reserve = lambda: key_of(seed)
-        starts = list(operands.pop()) if moving else []
-        bases = {w.operand: call.base(w, operands) for w in call.windows}
-        begin: dict[int, list[jax.Array]] = {}
-        for w in call.windows:
-            begin[id(w)] = [] if w.plan.static else [starts.pop(0) for _ in w.starts]
-
-        def value(x: Any) -> Any:
-            if isinstance(x, Window):
-                return read_window(bases[x.operand], x, begin[id(x)])
-            return [value(y) for y in x] if isinstance(x, list) else call.number(x, operands)
-
+        inputs = Inputs(call, given, notes["random"])
+        bases, value = inputs.bases, inputs.value
+        seed = inputs.seed
+        trace = Trace(None if seed is None else lambda: key_of(seed))
         given_names = dict(zip(names, call.args, strict=False)) | call.kwargs
         dropped = derived.dropped if derived is not None else frozenset()
         args = tuple(value(x) for n, x in zip(names, call.args, strict=False) if n not in dropped)
@@ -357,25 +349,55 @@ def trace_function(
                     array = rounded(cast(array, to_jax(window.dtype)), window.dtype)
                     array = jnp.conj(array) if window.conj else array
                     array = -array if window.neg else array
-                    bases[window.operand] = write_view(base, window.plan, array, begin[id(window)])
+                    bases[window.operand] = write_view(base, window.plan, array, inputs.starts[id(window)])
                     if window.operand not in written:
                         written.append(window.operand)
         notes["writes"] = written
-        notes["draws"] = trace.keys_used > 0
+        notes["draws"] = int(trace.keys_used > 0)
         notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
-        values += [bases[i] for i in written]
-        if trace.checks:
-            values.append(jnp.stack([c.value.astype(jnp.int64) for c in trace.checks]))
-        return values
+        return [*values, *(bases[i] for i in written), *stacked_checks(trace)]
 
     return traced
 
 
-def read_window(base: jax.Array, window: Window, starts: Sequence[Any]) -> jax.Array:
-    """What a tensor argument holds, its conjugate and negative bits resolved."""
-    array = read_view(base, window.plan, starts)
-    array = jnp.conj(array) if window.conj else array
-    return -array if window.neg else array
+class Inputs:
+    """What the arguments of a program being traced hold.
+
+    Args:
+        described: the arguments.
+        given: the operands: storage values and numbers, then the starts, then the seed.
+        random: whether the seed is among them.
+
+    Attributes:
+        seed: (seed, offset) of the generator as four words, or None.
+        bases: by operand, the value of its storage.
+        starts: by ``id`` of a window, where it starts.
+    """
+
+    def __init__(self, described: Described, given: Sequence[Any], random: bool) -> None:
+        self._operands = list(given)
+        self.seed: jax.Array | None = self._operands.pop() if random else None
+        moving = iter(self._operands.pop() if any(not w.plan.static for w in described.windows) else ())
+        self.bases = {w.operand: described.base(w, self._operands) for w in described.windows}
+        self.starts: dict[int, list[jax.Array]] = {
+            id(w): [] if w.plan.static else [next(moving) for _ in w.starts] for w in described.windows
+        }
+        self._number = described.number
+
+    def value(self, x: Any) -> Any:
+        """A described argument: an array for a tensor, its conjugate and negative bits resolved."""
+        if isinstance(x, list):
+            return [self.value(y) for y in x]
+        if not isinstance(x, Window):
+            return self._number(x, self._operands)
+        array = read_view(self.bases[x.operand], x.plan, self.starts[id(x)])
+        array = jnp.conj(array) if x.conj else array
+        return -array if x.neg else array
+
+
+def stacked_checks(trace: Trace) -> list[jax.Array]:
+    """The values of a program's run-time checks, as its last array; nothing where there are none."""
+    return [jnp.stack([c.value.astype(jnp.int64) for c in trace.checks])] if trace.checks else []
 
 
 def key_of(seed: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from torchtpu import _C
 from torchtpu.device._index import device_index
 from torchtpu.eager.arrays import array_of, from_host, wrap_array
 from torchtpu.eager.errors import translate
-from torchtpu.eager.kernels import reserve_seed, seed_words
+from torchtpu.eager.launch import reserve_seed, seed_words
 from torchtpu.eager.register import hide_from_dynamo
 from torchtpu.export.package import PROGRAM, WEIGHTS, Package, PackageError, require_extras
 from torchtpu.export.signature import bind, build, leaves

@@ -71,10 +71,9 @@ def trace_program(program: ExportedProgram, given: Mapping[str, torch.Tensor] | 
     """
     program = _decompose(program)
     graph = program.graph
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _ASSERTIONS and not node.users:
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            _drop_assertions(module.graph)
     reader = _Reader(program, given or {}, dims)
     results = _results(program)
     random = any(takes_draws(n) for n in graph.nodes)
@@ -104,6 +103,13 @@ def trace_program(program: ExportedProgram, given: Mapping[str, torch.Tensor] | 
     return Traced(function, (*arguments, seed) if random else tuple(arguments), reader.weights, signature)
 
 
+def _drop_assertions(graph: torch.fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _ASSERTIONS and not node.users:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
 def _decompose(program: ExportedProgram) -> ExportedProgram:
     """The program in functional core operators."""
     try:
@@ -119,9 +125,7 @@ class _Runner:
         self.draws, self.dims = draws, dims
 
     def run(self, target: OpOverload | HigherOrderOperator, args: Any, kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, HigherOrderOperator):
-            raise ExportError(f"the program contains {target}, which a package cannot hold")
-        entry = find(short_name(target))
+        entry = find(short_name(target)) if isinstance(target, OpOverload) else None
         if entry is not None and entry.dynamic:
             raise ExportError(f"the size of the result of {target} depends on values, which a package cannot hold")
         try:

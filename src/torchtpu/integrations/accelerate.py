@@ -9,15 +9,11 @@ the module is imported: only where it is "cpu" by default and ``torch.accelerato
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
+
+from torchtpu.integrations.imports import when_imported
 
 __all__ = ["install"]
 
@@ -26,31 +22,7 @@ _MODULE = "accelerate.state"
 
 def install() -> None:
     """Amend ``accelerate.state`` when it is imported, or now if it has been."""
-    if _MODULE in sys.modules:
-        _amend(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module, through the other finders, and amends it once it has run."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                _amend(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    when_imported(_MODULE, _amend)
 
 
 def _amend(module: Any) -> None:

@@ -118,7 +118,8 @@ def run_graph(graph: torch.fx.Graph, inputs: list[Any], run: Callable[..., Any] 
         elif node.op == "output":
             return torch.fx.node.map_arg(node.args[0], values.__getitem__)
         elif node.op == "get_attr":
-            values[node] = _constant(getattr(graph.owning_module, node.target))
+            held = getattr(graph.owning_module, node.target)
+            values[node] = _constant(held) if isinstance(held, torch.Tensor) else held
         elif isinstance(node.target, OpOverload):
             if node.target is torch.ops.aten.sym_size.int:
                 array, dim = torch.fx.node.map_arg(node.args, values.__getitem__)

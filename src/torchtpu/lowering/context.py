@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Check", "Trace", "check", "check_index", "random_key", "tracing"]
+__all__ = ["Check", "Trace", "check", "check_index", "current", "random_key", "tracing"]
 
 
 @dataclass
@@ -61,6 +61,18 @@ def tracing(trace: Trace) -> Iterator[Trace]:
         yield trace
     finally:
         _state.trace = outer
+
+
+def current() -> Trace:
+    """The program that this thread is tracing.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    trace: Trace | None = getattr(_state, "trace", None)
+    if trace is None:
+        raise RuntimeError("no program is being traced")
+    return trace
 
 
 def random_key() -> jax.Array:

@@ -13,14 +13,17 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 
-from torchtpu.runtime import disk_cache, observe
+from torchtpu.runtime import disk_cache, observe, repeats
+from torchtpu.runtime.pieces import Pieces
 
 __all__ = ["Statistics", "compile_program", "statistics", "working_memory"]
 
@@ -54,6 +57,8 @@ def compile_program(
 ) -> Callable[..., Any]:
     """Trace ``function`` on the operands' types and compile it for ``device``, or take it from the cache on disk.
 
+    A program with blocks that repeat is compiled in pieces (``repeats``).
+
     Args:
         function: takes the operands, returns a list of arrays.
         operands: arrays (or None for operands the program does not read).
@@ -75,19 +80,37 @@ def compile_program(
     start = time.perf_counter()
     with jax.enable_x64(True):
         jitted = jax.jit(function, out_shardings=SingleDeviceSharding(device), donate_argnums=donate)
-        lowered = jitted.trace(*operands).lower()
+        traced = jitted.trace(*operands)
+        pieces = repeats.split(traced.jaxpr) if repeats.enabled() and not donate else None
+        if pieces is None:
+            return _compile(traced.lower(), device, key, repr(donate), start, observe.About(name, tuple(operators)))
+        compiled: dict[int, Callable[..., Any]] = {}
+        runs = Counter(id(p.function) for p in pieces)
+        for piece in pieces:
+            if id(piece.function) not in compiled:
+                block = jax.jit(core.jaxpr_as_fun(piece.function), out_shardings=SingleDeviceSharding(device))
+                lowered = block.trace(*piece.function.in_avals).lower()
+                part = f"part {len(compiled) + 1} of {len(runs)} of {name}"
+                about = observe.About(part, tuple(operators), runs[id(piece.function)])
+                compiled[id(piece.function)] = _compile(lowered, device, None, "", start, about)
+                start = time.perf_counter()
+    return Pieces(traced.jaxpr, pieces, compiled, device)
+
+
+def _compile(lowered: Any, device: jax.Device, key: str | None, extra: str, start: float, about: observe.About) -> Any:
+    """Compile what was lowered, or take it from the cache on disk; ``start`` is when tracing it began."""
     module = lowered.as_text()
     if key is None:
-        key = disk_cache.digest(module, repr(donate))
-        if (found := _from_disk(key, device, name)) is not None:
+        key = disk_cache.digest(module, extra)
+        if (found := _from_disk(key, device, about.name)) is not None:
             return found
-    observe.lowered(name, operators, module)
+    observe.lowered(about, module)
     traced = time.perf_counter()
-    compiled = _wait_for(_in_thread(lowered.compile), name)
+    compiled = _wait_for(_in_thread(lowered.compile), about.name)
     end = time.perf_counter()
     statistics.compiles += 1
     statistics.compile_seconds += end - start
-    observe.compiled(observe.CompiledProgram(name, tuple(operators), module, compiled, traced - start, end - traced))
+    observe.compiled(observe.CompiledProgram(about, module, compiled, traced - start, end - traced))
     disk_cache.save(key, device, compiled, module)
     return compiled
 
@@ -108,6 +131,8 @@ def working_memory(compiled: Any) -> int:
     """Bytes that a compiled program needs besides its operands: results and temporaries, less what takes over the
     memory of operands.
     """
+    if isinstance(compiled, Pieces):
+        return compiled.working_memory()
     analysis = compiled.memory_analysis()
     return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 

@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch._logging import trace_structured
 
-__all__ = ["CompiledProgram", "compiled", "log", "lowered", "observing", "wait", "watched"]
+__all__ = ["About", "CompiledProgram", "compiled", "log", "lowered", "observing", "wait", "watched"]
 
 log = logging.getLogger("torchtpu")
+
+
+@dataclass(frozen=True)
+class About:
+    """What is compiled.
+
+    Attributes:
+        name: what messages call it.
+        operators: aten overloads, as they were recorded; for a part of a program those of the whole.
+        runs: how often it runs in one call of the program: a block that repeats is compiled once.
+    """
+
+    name: str
+    operators: tuple[str, ...] = ()
+    runs: int = 1
 
 
 @dataclass(frozen=True)
@@ -24,16 +39,14 @@ class CompiledProgram:
     """A program that has been compiled.
 
     Attributes:
-        name: what messages call it.
-        operators: aten overloads in it, as they were recorded.
+        about: what it is.
         text: its StableHLO.
         executable: the ``jax.stages.Compiled``.
         trace_seconds: tracing it and lowering it to StableHLO.
         compile_seconds: XLA.
     """
 
-    name: str
-    operators: tuple[str, ...]
+    about: About
     text: str
     executable: Any
     trace_seconds: float
@@ -61,19 +74,21 @@ def watched() -> bool:
     return bool(_compiled)
 
 
-def lowered(name: str, operators: Sequence[str], text: str) -> None:
+def lowered(about: About, text: str) -> None:
     """A program has been traced and is going to be compiled."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": "torchtpu_stablehlo", "encoding": "string"},
-        payload_fn=lambda: f"// {name}: {', '.join(operators)}\n{text}",
+        payload_fn=lambda: f"// {about.name}: {', '.join(about.operators)}\n{text}",
         expect_trace_id=False,  # eager programs belong to no compile of Dynamo
     )
 
 
 def compiled(program: CompiledProgram) -> None:
     """A program has been compiled."""
-    log.info("compiled %s in %.2f s (traced in %.2f s)", program.name, program.compile_seconds, program.trace_seconds)
+    log.info(
+        "compiled %s in %.2f s (traced in %.2f s)", program.about.name, program.compile_seconds, program.trace_seconds
+    )
     for function in list(_compiled):
         function(program)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from torchtpu.lowering.context import check
 from torchtpu.lowering.dtypes import default_float, to_jax
 from torchtpu.lowering.families.pointwise_binary import common, trunc_divide_values
 from torchtpu.lowering.families.pointwise_unary import is_integral
@@ -259,3 +260,20 @@ def fft_c2c(self, *, dim, forward):
 def fft_c2r(self, *, dim, last_dim_size):
     sizes = [self.shape[d] for d in dim[:-1]] + [last_dim_size]
     return jnp.fft.irfftn(self, s=sizes, axes=tuple(dim), norm="forward")
+
+
+@lowering("_assert_async.msg")
+def assert_async(self, assert_msg):
+    holds = self.reshape(()).astype(bool)
+    check(~holds, holds, assert_msg.replace("{", "{{").replace("}", "}}"))
+
+
+@lowering("prims::_make_token")
+def make_token():
+    """What orders operators that have effects; it holds nothing."""
+    return jnp.zeros(0, jnp.float32)
+
+
+@lowering("prims::_sink_tokens")
+def sink_tokens(tokens):
+    return None
