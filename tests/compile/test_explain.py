@@ -115,6 +115,7 @@ def test_a_training_step() -> None:
 
     step()
     report = torchtpu.explain(step)
+    assert report.error is None and report.recompiles == []
     assert len(report.eager.programs) == 2  # forward and backward, optimizer
     assert any("_fused_adamw_" in op or "addcdiv" in op for op in report.eager.programs[1].operators)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import torch
+from torch._ops import OperatorBase
 
 from torchtpu import _C
 from torchtpu.compile.draws import Draws, takes_draws
@@ -51,7 +52,7 @@ class GraphProgram:
         output = next(n for n in module.graph.nodes if n.op == "output")
         self.metas = [_meta_of(n) for n in output.args[0]]
         self.on_cpu = [i for i, n in enumerate(output.args[0]) if _is_on_cpu(n)]
-        self.operators = tuple(str(n.target) for n in module.graph.nodes if n.op == "call_function")
+        self.operators = tuple(str(n.target) for n in module.graph.nodes if isinstance(n.target, OperatorBase))
         self.name = f"a graph of {len(self.operators)} operators"
         self.text = _text(module)
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import OpOverload
 
 from torchtpu.eager.fakes import META_KERNELS
 from torchtpu.eager.fallback import run_on_cpu
+from torchtpu.eager.hidden import hide_from_dynamo
 from torchtpu.eager.host import HOST_KERNELS
 from torchtpu.eager.kernels import make_kernel
 from torchtpu.eager.preconditions import require_one_device
@@ -28,7 +28,7 @@ from torchtpu.eager.special import SPECIAL_KERNELS
 from torchtpu.lowering.apply import short_name
 from torchtpu.lowering.registry import find
 
-__all__ = ["hide_from_dynamo", "register"]
+__all__ = ["register"]
 
 # Metadata only, in C++ or by PyTorch itself: never a program.
 _NOT_PROGRAMS = {
@@ -116,11 +116,6 @@ def _lazy_kernel(op: OpOverload) -> Callable[..., Any]:
 
     hide_from_dynamo(first)
     return first
-
-
-def hide_from_dynamo(function: Callable[..., Any]) -> None:
-    """After a graph break Dynamo looks at every Python frame, and would compile the kernels, and JAX below them."""
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 _others: dict[OpOverload, Callable[..., Any]] = {}

@@ -25,6 +25,7 @@ from torchtpu import _C
 from torchtpu.eager import modes
 from torchtpu.eager.arrays import number_operand
 from torchtpu.eager.cache import TraceCache
+from torchtpu.eager.hidden import hide_from_dynamo
 from torchtpu.eager.program import Kind, Program
 from torchtpu.runtime import checks, devices, memory
 
@@ -246,6 +247,8 @@ def install() -> None:
     _C.set_pending_type(Pending)
     checks.on_demand(force)
     devices.on_flush(flush)
+    for function in (flush, flush_all, _before_optimizer, _after_optimizer):
+        hide_from_dynamo(function)
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     # A training step is recorded as two units, and the first one's making of the optimizer's state apart from both, so

@@ -15,8 +15,8 @@ from torchtpu import _C
 from torchtpu.device._index import device_index
 from torchtpu.eager.arrays import array_of, from_host, wrap_array
 from torchtpu.eager.errors import translate
+from torchtpu.eager.hidden import hide_from_dynamo
 from torchtpu.eager.launch import reserve_seed, seed_words
-from torchtpu.eager.register import hide_from_dynamo
 from torchtpu.export.package import PROGRAM, WEIGHTS, Package, PackageError, require_extras
 from torchtpu.export.signature import bind, build, leaves
 from torchtpu.runtime import checks, devices, disk_cache
@@ -159,8 +159,7 @@ class Program:
             raise translate(error, self._name, index) from error
         return self._results(results, tensors, index)
 
-    hide_from_dynamo(__call__)  # where a compiled function meets it
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]  # where Dynamo would read it with its caller
+    hide_from_dynamo(__call__)
 
     def _results(self, results: dict[str, Any], tensors: Sequence[torch.Tensor], index: int) -> Any:
         for array in jax.tree.leaves(results)[:1]:
