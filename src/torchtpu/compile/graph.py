@@ -4,6 +4,7 @@ results. In fused mode a graph is recorded like an operator, so that what surrou
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +64,6 @@ class GraphProgram:
         self.on_cpu = [i for i, n in enumerate(output.args[0]) if _is_on_cpu(n)]
         self.operators = tuple(str(n.target) for n in module.graph.nodes if isinstance(n.target, OperatorBase))
         self.name = f"a graph of {len(self.operators)} operators"
-        self.text = _text(module)
         if (
             buckets is not None
             and not buckets.exact
@@ -73,6 +73,11 @@ class GraphProgram:
                 self.padded = PaddedProgram(module, buckets, self.name)
             except NotUnderstood as error:
                 self.exact_because.append(str(error))
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What the graph computes. Not asked for while Dynamo compiles, when constants cannot be read."""
+        return _text(self.module)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Run the graph on tensors (and sizes) and return its results. What it reads or gives on the CPU is copied."""
