@@ -11,6 +11,7 @@ __all__ = [
     "CPU_IGNORES_STRIDES",
     "HOST",
     "HOST_ARGUMENTS",
+    "NEEDS_FULL_RANK",
     "OVERRIDES",
     "RANDOM",
     "REFERENCE_DTYPES",
@@ -106,6 +107,9 @@ HOST_ARGUMENTS = {"tensor_split": "its indices decide sizes, so PyTorch wants th
 
 CPU_IGNORES_STRIDES = ("nn.functional.gelu", "narrow_copy", "nn.functional.avg_pool3d")
 """Entries whose CPU kernel writes a strided ``out`` as if it were contiguous: there is no right answer to compare."""
+
+NEEDS_FULL_RANK = ("geqrf", "qr", "linalg.qr", "pinverse", "linalg.pinv", "linalg.cholesky_ex", "linalg.cholesky")
+"""Entries that are not run on expanded inputs: with all rows alike, rounding decides what the result is."""
 
 UNSUPPORTED: dict[str, str] = {}
 """Entries (``name`` or ``name:dtype``) that the device refuses by design, with the reason."""

@@ -28,6 +28,8 @@ AREAS = {
     "device": "`torch.tpu`, `torch.accelerator`, devices, memory, random numbers, processes",
     "conformance": "a fixed slice of PyTorch's operator database on the device",
     "aot": "compiles for a TPU topology on a machine without one",
+    "compile": "`torchtpu.explain`, the logger and structured traces",
+    "export": "packages: saved, damaged, loaded without the model's code, run in plain JAX; torch.export",
     "models": "whole models: forward, gradients, optimizer steps",
     "cli": "`torchtpu demo` and `torchtpu doctor`",
     "examples": "the programs in `examples/`",

@@ -148,13 +148,13 @@ def test_recompiles_say_why():
 def test_memory_stays_flat_over_a_long_loop():
     x = torch.ones(64, 64, device="tpu")
     loss = torch.zeros((), device="tpu")
-    for _ in range(300):
+    for _ in range(3000):  # every trace that the loop makes has been compiled then
         loss = loss * 0.5 + (x * 2).sum()
     loss.item()
     gc.collect()
     start = torch.tpu.memory_allocated()
     objects = len(gc.get_objects())
-    for _ in range(3000):
+    for _ in range(10_000):
         loss = loss * 0.5 + (x * 2).sum()
     loss.item()
     gc.collect()

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import torch
+from torch._ops import OperatorBase
 
 from torchtpu import _C
 from torchtpu.compile.aliases import Aliases
@@ -63,7 +64,8 @@ class GraphProgram:
         self.aliases = Aliases(placeholders, output.args[0])
         self.metas = [_meta_of(n) for n in output.args[0]]
         self.on_cpu = [i for i, n in enumerate(output.args[0]) if _is_on_cpu(n)]
-        self.name = f"a graph of {sum(n.op == 'call_function' for n in module.graph.nodes)} operators"
+        self.operators = tuple(str(n.target) for n in module.graph.nodes if isinstance(n.target, OperatorBase))
+        self.name = f"a graph of {len(self.operators)} operators"
         if (
             buckets is not None
             and not buckets.exact
@@ -109,7 +111,7 @@ class GraphProgram:
 
     def _build(self, inputs: tuple[Any, ...], operands: list[Any], device: int) -> Callable[..., Any]:
         described = describe_values(inputs)
-        notes: dict[str, Any] = {"random": self.random, "writes": [], "nested": []}
+        notes: dict[str, Any] = {"random": self.random, "writes": [], "nested": [], "operators": self.operators}
 
         def traced(*given: Any) -> list[jax.Array]:
             values = Inputs(described, given, self.random)

@@ -19,6 +19,7 @@ from torchtpu.runtime import devices, repeats
 from torchtpu.runtime.compiler import compile_program, working_memory
 from torchtpu.runtime.compiler import statistics as compiler_statistics
 from torchtpu.runtime.disk_cache import digest
+from torchtpu.runtime.observe import log
 
 if TYPE_CHECKING:
     from torchtpu.eager.trace import Trace
@@ -103,7 +104,7 @@ class TraceCache:
         """Note why a trace is compiled; warn if one of the same operators has been compiled before."""
         length = len(trace.programs)
         if known is not None:
-            self.misses.append(f"{length} operators seen before, but other results of them are still referenced")
+            self._miss(f"{length} operators seen before, but other results of them are still referenced")
             return
         best: tuple[int, list[Program]] | None = None
         for earlier in self.by_head.get(trace.programs[0].name, ()):
@@ -111,16 +112,20 @@ class TraceCache:
             if best is None or same >= best[0]:  # the latest of those equally alike
                 best = same, earlier
         if best is None or best[0] < 0.5 * max(length, len(best[1])):
-            self.misses.append(f"{length} operators not seen before, the first is {trace.programs[0].name}")
+            self._miss(f"{length} operators not seen before, the first is {trace.programs[0].name}")
             return
         reason = _difference(best[1], trace.programs)
-        self.misses.append(reason)
+        self._miss(reason)
         if best[0] == length == len(best[1]) >= WORTH_A_WARNING:  # the same operators: other sizes or other constants
             self.warned[trace.programs[0].name] += 1
             often = self.warned[trace.programs[0].name]
             if often <= WARNINGS:
                 last = " (further ones are only counted: torch.tpu.compile_stats())" if often == WARNINGS else ""
                 warnings.warn(f"torchtpu compiles again: {reason}{last}", RecompileWarning, stacklevel=2)
+
+    def _miss(self, reason: str) -> None:
+        self.misses.append(reason)
+        log.info("compiles because: %s", reason)
 
     def statistics(self) -> dict[str, Any]:
         """The counters, and the reasons of the latest compiles of traces."""
@@ -212,7 +217,15 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> V
     name = f"{len(programs)} operators"
     given = tuple(3 + i for i in donated)
     key = _digest(trace, wanted, donated)
-    compiled = compile_program(fused, examples, devices.device(trace.device), name, donate=given, key=key)
+    compiled = compile_program(
+        fused,
+        examples,
+        devices.device(trace.device),
+        name,
+        donate=given,
+        key=key,
+        operators=[name for p in programs for name in p.operators],
+    )
 
     def run(arrays: list[Any], floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> dict[int, Any]:
         with jax.enable_x64(True):

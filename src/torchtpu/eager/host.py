@@ -16,7 +16,7 @@ from torchtpu.eager.errors import out_of_memory, translate
 from torchtpu.eager.kernels import make_kernel
 from torchtpu.eager.preconditions import require_no_overlap, require_one_device
 from torchtpu.eager.views import physical_order
-from torchtpu.runtime import checks, devices
+from torchtpu.runtime import checks, devices, observe
 
 __all__ = ["HOST_KERNELS"]
 
@@ -28,6 +28,7 @@ _WORTH_READING = 8
 
 def _read(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor with the elements of a tpu tensor; it may share memory with the device's array."""
+    observe.wait("a copy to the host")
     order = _begins_storage(tensor)
     array = array_of(tensor) if order is None else _C.get_value(tensor)[0]
     try:
@@ -143,6 +144,7 @@ def _share(self: torch.Tensor, src: torch.Tensor) -> bool:
 
 def _local_scalar_dense(self: torch.Tensor) -> Any:
     """``.item()``."""
+    observe.wait("a number read by Python (.item(), bool(), print)")
     array = array_of(self)
     try:
         value = np.asarray(array).reshape(-1)[0]

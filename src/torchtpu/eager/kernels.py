@@ -30,7 +30,7 @@ from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.registry import Lowering, find
-from torchtpu.runtime import checks, devices
+from torchtpu.runtime import checks, devices, observe
 
 __all__ = ["make_kernel", "operand_flags"]
 
@@ -291,6 +291,7 @@ class _Dynamic:
             if isinstance(t, torch.Tensor) and t.device.type == "tpu"
         )
         dropped = self.derived.dropped if self.derived is not None else frozenset()
+        observe.wait(f"{name_of(self.op)}, whose size depends on values")
 
         def value(x: Any) -> Any:
             if isinstance(x, torch.Tensor):

@@ -193,6 +193,7 @@ class Program:
         uid: a number of its own; what a trace is recognised by.
         digest: what it computes, the same in every process.
         name: the operator, for messages.
+        operators: the aten overloads in it, where it is a graph of several.
         function: on flat arrays: storage values and numbers (those that are not None), then the starts, then the seed.
         kinds: for each operand, how it is passed: see ``Kind``.
         starts: how many numbers say where slices start.
@@ -213,6 +214,7 @@ class Program:
         self.uid = next(Program._uids)
         self.digest = digest(name, key)
         self.name = name
+        self.operators: tuple[str, ...] = notes.get("operators", (name,))
         self.function = jax.extend.core.jaxpr_as_fun(closed)
         self.random, self.draws = notes["random"], notes["draws"]
         used = {v for eqn in closed.jaxpr.eqns for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)}
@@ -241,7 +243,7 @@ class Program:
             def alone(*given: Any) -> Any:
                 return function(*(x for x in given if x is not None))
 
-            self.run = compile_program(alone, operands, device, self.name, key=self.digest)
+            self.run = compile_program(alone, operands, device, self.name, key=self.digest, operators=self.operators)
         return self.run
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import OpOverload
 
 from torchtpu.eager.fakes import META_KERNELS
 from torchtpu.eager.fallback import run_on_cpu
+from torchtpu.eager.hidden import hide_from_dynamo
 from torchtpu.eager.host import HOST_KERNELS
 from torchtpu.eager.kernels import make_kernel
 from torchtpu.eager.preconditions import require_one_device
@@ -53,14 +53,14 @@ def register() -> list[torch.library.Library]:
     """Register all kernels; the returned libraries must be kept alive."""
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in (HOST_KERNELS | SPECIAL_KERNELS).items():
-        _hide_from_dynamo(kernel)
+        hide_from_dynamo(kernel)
         library.impl(name, kernel, "PrivateUse1")
     for op in _programs():
         library.impl(short_name(op).removesuffix(".default"), _lazy_kernel(op), "PrivateUse1")
     for name, kernel in META_KERNELS.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             library.impl(name, kernel, "Meta")
-    _hide_from_dynamo(_fallback)
+    hide_from_dynamo(_fallback)
     catch_all = torch.library.Library("_", "IMPL")
     catch_all.fallback(_fallback, "PrivateUse1")
     for key, kernels in (("SparsePrivateUse1", SPARSE_KERNELS), ("SparseCsrPrivateUse1", COMPRESSED_KERNELS)):
@@ -114,13 +114,8 @@ def _lazy_kernel(op: OpOverload) -> Callable[..., Any]:
             kernel = make_kernel(op)
         return kernel(*args, **kwargs)
 
-    _hide_from_dynamo(first)
+    hide_from_dynamo(first)
     return first
-
-
-def _hide_from_dynamo(function: Callable[..., Any]) -> None:
-    """After a graph break Dynamo looks at every Python frame, and would compile the kernels, and JAX below them."""
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 _others: dict[OpOverload, Callable[..., Any]] = {}

@@ -102,6 +102,29 @@ def _native_batch_norm() -> Callable[..., Any]:
     return kernel
 
 
+def _as_strided_copy(
+    self: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """``as_strided_copy``: the window is one on the storage, of which the tensor may be a part."""
+    return self.as_strided(size, stride, storage_offset).clone(memory_format=torch.contiguous_format)
+
+
+def _as_strided_scatter(
+    self: torch.Tensor,
+    src: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> torch.Tensor:
+    """``as_strided_scatter``: a copy of the tensor with its gaps, and the window written on it."""
+    spans = sum((n - 1) * s for n, s in zip(self.shape, self.stride(), strict=True))
+    reach = self.storage_offset() + spans + 1 if self.numel() else 0
+    whole = self.as_strided((reach,), (1,), 0).clone()
+    result = whole.as_strided(self.shape, self.stride(), self.storage_offset())
+    result.as_strided(size, stride, storage_offset).copy_(src)
+    return result
+
+
 def _embedding_bag_backward() -> Callable[..., Any]:
     """``_embedding_bag_backward`` gives a sparse gradient if asked to, which is another operator."""
     dense = None
@@ -132,6 +155,8 @@ def _embedding_bag_backward() -> Callable[..., Any]:
 
 
 SPECIAL_KERNELS: dict[str, Callable[..., Any]] = {
+    "as_strided_copy": _as_strided_copy,
+    "as_strided_scatter": _as_strided_scatter,
     "index.Tensor": _indexing(_aten.index.Tensor),
     "_unsafe_index.Tensor": _indexing(_aten._unsafe_index.Tensor),
     "index_put_": _index_put_(_aten.index_put_.default),

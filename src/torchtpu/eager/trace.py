@@ -11,9 +11,11 @@ materialised, and an array that nothing but the trace refers to gives its memory
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,10 +25,11 @@ from torchtpu import _C
 from torchtpu.eager import modes
 from torchtpu.eager.arrays import number_operand
 from torchtpu.eager.cache import TraceCache
+from torchtpu.eager.hidden import hide_from_dynamo
 from torchtpu.eager.program import Kind, Program
 from torchtpu.runtime import checks, devices, memory
 
-__all__ = ["Pending", "flush", "flush_all", "force", "record"]
+__all__ = ["Pending", "flush", "flush_all", "force", "fresh_cache", "record"]
 
 LOOP = 64
 """A trace at least this long ends where its first operator comes again on the same array: one iteration of a loop."""
@@ -205,6 +208,18 @@ def flush_all() -> None:
         flush(device)
 
 
+@contextlib.contextmanager
+def fresh_cache() -> Iterator[TraceCache]:
+    """Compile what a block runs even if it has been compiled: the block has a cache of its own."""
+    global _cache
+    flush_all()
+    outer, _cache = _cache, TraceCache()
+    try:
+        yield _cache
+    finally:
+        _cache = outer
+
+
 def force(value: Any) -> Any:
     """The array behind a storage's value, running what it depends on.
 
@@ -232,6 +247,8 @@ def install() -> None:
     _C.set_pending_type(Pending)
     checks.on_demand(force)
     devices.on_flush(flush)
+    for function in (flush, flush_all, _before_optimizer, _after_optimizer):
+        hide_from_dynamo(function)
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     # A training step is recorded as two units, and the first one's making of the optimizer's state apart from both, so

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ import jax
 from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 
-from torchtpu.runtime import disk_cache, repeats
+from torchtpu.runtime import disk_cache, observe, repeats
 from torchtpu.runtime.pieces import Pieces
 
 __all__ = ["Statistics", "compile_program", "statistics", "working_memory"]
@@ -52,6 +53,7 @@ def compile_program(
     name: str,
     donate: tuple[int, ...] = (),
     key: str | None = None,
+    operators: Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Trace ``function`` on the operands' types and compile it for ``device``, or take it from the cache on disk.
 
@@ -65,6 +67,7 @@ def compile_program(
         donate: positions of operands whose memory the results may take; the arrays given there are gone afterwards.
         key: a digest that says what ``function`` computes from which types; it saves tracing a program that is on
             disk. Without one the traced program is its own key.
+        operators: what it is made of, for those who observe.
 
     Returns:
         A callable of the operands; it enqueues the program and returns its results.
@@ -72,7 +75,7 @@ def compile_program(
     Raises:
         KeyboardInterrupt: Ctrl-C during the compile, which is abandoned.
     """
-    if key is not None and (found := _from_disk(key, device)) is not None:
+    if key is not None and (found := _from_disk(key, device, name)) is not None:
         return found
     start = time.perf_counter()
     with jax.enable_x64(True):
@@ -80,39 +83,47 @@ def compile_program(
         traced = jitted.trace(*operands)
         pieces = repeats.split(traced.jaxpr) if repeats.enabled() and not donate else None
         if pieces is None:
-            return _compile(traced.lower(), device, name, key, repr(donate), start)
+            return _compile(traced.lower(), device, key, repr(donate), start, observe.About(name, tuple(operators)))
         compiled: dict[int, Callable[..., Any]] = {}
-        count = len({id(p.function) for p in pieces})
+        runs = Counter(id(p.function) for p in pieces)
         for piece in pieces:
             if id(piece.function) not in compiled:
                 block = jax.jit(core.jaxpr_as_fun(piece.function), out_shardings=SingleDeviceSharding(device))
                 lowered = block.trace(*piece.function.in_avals).lower()
-                part = f"part {len(compiled) + 1} of {count} of {name}"
-                compiled[id(piece.function)] = _compile(lowered, device, part, None, "", start)
+                part = f"part {len(compiled) + 1} of {len(runs)} of {name}"
+                about = observe.About(part, tuple(operators), runs[id(piece.function)])
+                compiled[id(piece.function)] = _compile(lowered, device, None, "", start, about)
                 start = time.perf_counter()
     return Pieces(traced.jaxpr, pieces, compiled, device)
 
 
-def _compile(lowered: Any, device: jax.Device, name: str, key: str | None, extra: str, start: float) -> Any:
+def _compile(lowered: Any, device: jax.Device, key: str | None, extra: str, start: float, about: observe.About) -> Any:
     """Compile what was lowered, or take it from the cache on disk; ``start`` is when tracing it began."""
     module = lowered.as_text()
     if key is None:
         key = disk_cache.digest(module, extra)
-        if (found := _from_disk(key, device)) is not None:
+        if (found := _from_disk(key, device, about.name)) is not None:
             return found
-    compiled = _wait_for(_in_thread(lowered.compile), name)
+    observe.lowered(about, module)
+    traced = time.perf_counter()
+    compiled = _wait_for(_in_thread(lowered.compile), about.name)
+    end = time.perf_counter()
     statistics.compiles += 1
-    statistics.compile_seconds += time.perf_counter() - start
+    statistics.compile_seconds += end - start
+    observe.compiled(observe.CompiledProgram(about, module, compiled, traced - start, end - traced))
     disk_cache.save(key, device, compiled, module)
     return compiled
 
 
-def _from_disk(key: str, device: jax.Device) -> Any | None:
+def _from_disk(key: str, device: jax.Device, name: str) -> Any | None:
+    if observe.watched():
+        return None
     start = time.perf_counter()
     found = disk_cache.load(key, device)
     if found is not None:
         statistics.disk_hits += 1
         statistics.disk_seconds += time.perf_counter() - start
+        observe.log.info("found %s on disk", name)
     return found
 
 

@@ -27,7 +27,7 @@ from jax.experimental import serialize_executable
 
 from torchtpu._build import cache_dir
 
-__all__ = ["digest", "fingerprint", "limit", "load", "save"]
+__all__ = ["digest", "fingerprint", "limit", "load", "pack", "save", "unpack"]
 
 _MAGIC = b"torchtpu program 1\n"
 _DIGEST = 32
@@ -107,10 +107,7 @@ def load(key: str, device: jax.Device) -> Any | None:
         body = data[len(_MAGIC) + _DIGEST :]
         if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : -len(body) or None]:
             raise ValueError("its checksum does not match")
-        needs_lapack, executable, inputs, outputs = pickle.loads(body)
-        if needs_lapack:
-            _prepare_lapack()
-        program = serialize_executable.deserialize_and_load(executable, inputs, outputs, device.client, [device])
+        program = unpack(body, device)
     except Exception as error:
         warnings.warn(f"torchtpu discards the damaged cache file {path} ({error}) and compiles", stacklevel=2)
         with contextlib.suppress(OSError):
@@ -129,7 +126,7 @@ def save(key: str, device: jax.Device, program: Any, module: str) -> None:
     global _saves
     if not limit() or "python_cpu_callback" in module:
         return
-    body = pickle.dumps(("lapack" in module, *serialize_executable.serialize(program)))
+    body = pack(program, module)
     folder = _folder(device)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -142,6 +139,21 @@ def save(key: str, device: jax.Device, program: Any, module: str) -> None:
     _saves += 1
     if _saves % _SWEEP_EVERY == 1:
         _sweep(folder.parent)
+
+
+def pack(program: Any, module: str) -> bytes:
+    """A compiled program as bytes; ``module`` is its StableHLO text."""
+    return pickle.dumps(("lapack" in module, *serialize_executable.serialize(program)))
+
+
+def unpack(body: bytes, device: jax.Device) -> Any:
+    """The program behind ``pack``'s bytes, ready to run on ``device``. They are a pickle: reading it runs whatever its
+    author put there.
+    """
+    needs_lapack, executable, inputs, outputs = pickle.loads(body)
+    if needs_lapack:
+        _prepare_lapack()
+    return serialize_executable.deserialize_and_load(executable, inputs, outputs, device.client, [device])
 
 
 def _sweep(root: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torchtpu.lowering.dtypes import complex_of, default_float, to_jax
 from torchtpu.lowering.promotion import cast, promote
 from torchtpu.lowering.registry import lowering
+from torchtpu.lowering.sizes import is_open
 
 _KINDS_OF_NUMBER = {"b": np.dtype(bool), "i": np.dtype(np.int64), "u": np.dtype(np.int64)}
 
@@ -104,6 +105,9 @@ def _range_dtype(numbers, dtype: torch.dtype | None) -> np.dtype:
 
 
 def _arange(start, end, step, dtype) -> jax.Array:
+    if is_open(start, end):
+        count = max((end - start + step - 1) // step, 0)
+        return (jnp.arange(count, dtype=jnp.int64) * step + start).astype(to_jax(dtype or torch.int64))
     result = _range_dtype((start, end, step), dtype)
     if result == np.int64:  # the only type for which PyTorch truncates the bounds before it counts
         first, last, by = int(start), int(end), int(step)

@@ -62,6 +62,8 @@ def _distance_grad(grad: Array, difference: Array, distance: Array, p: float) ->
 
 @lowering("_cdist_backward", static=("p",))
 def _cdist_backward(grad, x1, x2, p, cdist):
+    if grad.size == 0:
+        return jnp.zeros_like(x1)
     difference = x1[..., :, None, :] - x2[..., None, :, :]
     return jnp.sum(_distance_grad(grad[..., None], difference, cdist[..., None], float(p)), axis=-2)
 

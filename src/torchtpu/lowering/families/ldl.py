@@ -7,6 +7,7 @@ import math
 import jax
 import numpy as np
 
+from torchtpu.lowering.host_call import host_call
 from torchtpu.lowering.registry import lowering
 
 
@@ -28,7 +29,6 @@ def ldl_factor_ex(self, hermitian=False, check_errors=False):
     )
 
     def on_host(a):
-        a = np.asarray(a)
         factors, pivots, info = (np.zeros(s.shape, s.dtype) for s in shapes)
         routine = _routine("trf", a.dtype, hermitian)
         for i in np.ndindex(*batch):
@@ -37,7 +37,7 @@ def ldl_factor_ex(self, hermitian=False, check_errors=False):
         # LAPACK reads and writes the lower triangle; what lies above is no part of the result.
         return np.tril(factors), pivots, info
 
-    return jax.pure_callback(on_host, shapes, self)
+    return tuple(host_call(on_host, shapes, self))
 
 
 @lowering("linalg_ldl_solve")
@@ -46,7 +46,6 @@ def ldl_solve(LD, pivots, B, hermitian=False):
     shape = jax.ShapeDtypeStruct((*batch, *B.shape[-2:]), B.dtype)
 
     def on_host(factors, pivots, b):
-        factors, pivots, b = np.asarray(factors), np.asarray(pivots), np.asarray(b)
         factors = np.broadcast_to(factors, (*batch, *factors.shape[-2:]))
         pivots = np.broadcast_to(pivots, (*batch, pivots.shape[-1]))
         b = np.broadcast_to(b, shape.shape)
@@ -55,6 +54,6 @@ def ldl_solve(LD, pivots, B, hermitian=False):
         if math.prod(shape.shape):
             for i in np.ndindex(*batch):
                 out[i], _ = routine(factors[i], pivots[i], b[i], lower=1)
-        return out
+        return (out,)
 
-    return jax.pure_callback(on_host, shape, LD, pivots, B)
+    return host_call(on_host, [shape], LD, pivots, B)[0]

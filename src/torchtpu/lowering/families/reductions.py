@@ -14,6 +14,7 @@ import torch
 from torchtpu.lowering.dtypes import default_float, to_jax
 from torchtpu.lowering.promotion import cast
 from torchtpu.lowering.registry import lowering
+from torchtpu.lowering.sizes import as_number
 
 INT64 = np.dtype("int64")
 
@@ -89,7 +90,7 @@ def _extent(shape: Sequence[int], dims: tuple[int, ...]) -> int:
 def mean(self, dim=None, keepdim=False, *, dtype=None):
     result = to_jax(dtype) if dtype is not None else self.dtype
     dims = axes(dim, self.ndim)
-    n = np.asarray(_extent(self.shape, dims), compute_dtype(real_dtype(result)))
+    n = as_number(_extent(self.shape, dims), compute_dtype(real_dtype(result)))
     return (jnp.sum(widen(cast(self, result)), axis=dims, keepdims=keepdim) / n).astype(result)
 
 
@@ -138,7 +139,7 @@ def _position(extreme: Callable[..., jax.Array], self: jax.Array, dim: int | Non
     if jnp.issubdtype(self.dtype, jnp.floating):
         here |= jnp.isnan(self)
     places = jax.lax.broadcasted_iota(np.int32, self.shape, dim)
-    index = jnp.min(jnp.where(here, places, np.int32(self.shape[dim])), axis=dim, keepdims=keepdim)
+    index = jnp.min(jnp.where(here, places, as_number(self.shape[dim], np.int32)), axis=dim, keepdims=keepdim)
     return index.astype(INT64)
 
 
@@ -202,7 +203,7 @@ def count_nonzero(self, dim=None):
 def moments(x: jax.Array, dims: tuple[int, ...], keepdims: bool, correction: Any = 0) -> tuple[jax.Array, jax.Array]:
     """(variance, mean) in two passes, which keeps the variance's digits when the mean is large."""
     real = real_dtype(x.dtype)
-    n = np.asarray(_extent(x.shape, dims), real)
+    n = as_number(_extent(x.shape, dims), real)
     center = jnp.sum(x, axis=dims, keepdims=True) / n
     rest = jnp.maximum(n - cast(correction, real), np.zeros((), real))
     variance = jnp.sum(square(x - center), axis=dims, keepdims=keepdims) / rest

@@ -11,6 +11,7 @@ from torch._prims_common import canonicalize_dim, canonicalize_dims
 
 from torchtpu.lowering.dtypes import complex_of, to_jax
 from torchtpu.lowering.registry import lowering
+from torchtpu.lowering.sizes import bounds_of_slice
 
 
 @lowering(
@@ -99,16 +100,10 @@ def select(self, dim, index):
     return jax.lax.index_in_dim(self, index, canonicalize_dim(self.ndim, dim), keepdims=False)
 
 
-def _bounds(extent: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
-    """A slice's bounds with PyTorch's clamping, and never backwards."""
-    first, last, _ = slice(start, end, step).indices(extent)
-    return first, max(first, last)
-
-
 @lowering("slice.Tensor", "slice_copy.Tensor")
 def slice_(self, dim=0, start=None, end=None, step=1):
     dim = canonicalize_dim(self.ndim, dim)
-    first, last = _bounds(self.shape[dim], start, end, step)
+    first, last = bounds_of_slice(self.shape[dim], start, end, step)
     return jax.lax.slice_in_dim(self, first, last, step, dim)
 
 
@@ -212,7 +207,7 @@ def as_strided(self, size, stride, storage_offset=None):
 def slice_scatter(self, src, dim=0, start=None, end=None, step=1):
     dim = canonicalize_dim(self.ndim, dim)
     extent = self.shape[dim]
-    first, last = _bounds(extent, start, end, step)
+    first, last = bounds_of_slice(extent, start, end, step)
     count = -(-(last - first) // step)
     src = jnp.broadcast_to(src.astype(self.dtype), (*self.shape[:dim], count, *self.shape[dim + 1 :]))
     if step == 1 or count == 0:
@@ -262,7 +257,7 @@ def slice_backward(grad_output, input_sizes, dim, start, end, step):
     dim = canonicalize_dim(len(input_sizes), dim)
     if grad_output.size == 0:
         return jnp.zeros(input_sizes, grad_output.dtype)
-    first, _ = _bounds(input_sizes[dim], start, end, step)
+    first, _ = bounds_of_slice(input_sizes[dim], start, end, step)
     return _pad_slice(grad_output, input_sizes[dim], dim, first, step)
 
 
