@@ -106,7 +106,9 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_p, is_ca
     shared, _ = _groups(query, key)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     s = _scores(query, key, mask, is_causal, scale)
-    p = _probabilities(s, cast(logsumexp, s.dtype).reshape(s.shape[:-1]))
+    # What the forward pass saved is float32, too coarse for float64.
+    saved = logsumexp.reshape(s.shape[:-1]) if logsumexp.dtype == s.dtype else _log_sum_exp(s)
+    p = _probabilities(s, cast(saved, s.dtype))
     grad, q, k, v = (cast(x, s.dtype) for x in (grad_out, query, key, value))
     grad, q = _by_group(grad, shared), _by_group(q, shared)
     dp = einsum("...ngld,...nsd->...ngls", grad, v)
