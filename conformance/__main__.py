@@ -21,6 +21,7 @@ def main() -> int:
     run.add_argument("--limit", type=int, default=0, metavar="N", help="cases of an entry and dtype (default: all)")
     run.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON-lines files, one a suite")
     run.add_argument("--redo", action="store_true", help="run again what is recorded")
+    run.add_argument("--deepen", action="store_true", help="run again what is recorded with --limit")
     run.add_argument("--failed", action="store_true", help="run again what is recorded and did not pass")
     run.add_argument("--timeout", type=float, default=300, help="seconds for one entry and dtype")
     report = commands.add_parser("report", help="write docs/conformance.md, its picture and summary.json")

@@ -170,6 +170,8 @@ def run(arguments: argparse.Namespace) -> int:
     recorded = read_results(arguments.results)
     if arguments.redo:
         recorded = {}
+    elif arguments.deepen:
+        recorded = {k: r for k, r in recorded.items() if not r.get("limit") or 0 < r["cases"] < r["limit"]}
     elif arguments.failed:
         recorded = {k: r for k, r in recorded.items() if r["status"] in ("pass", "host", "empty")}
     tasks = [

@@ -11,7 +11,7 @@ __all__ = [
     "CPU_IGNORES_STRIDES",
     "HOST",
     "HOST_ARGUMENTS",
-    "NEEDS_FULL_RANK",
+    "NOT_EXPANDED",
     "OVERRIDES",
     "RANDOM",
     "REFERENCE_DTYPES",
@@ -108,8 +108,14 @@ HOST_ARGUMENTS = {"tensor_split": "its indices decide sizes, so PyTorch wants th
 CPU_IGNORES_STRIDES = ("nn.functional.gelu", "narrow_copy", "nn.functional.avg_pool3d")
 """Entries whose CPU kernel writes a strided ``out`` as if it were contiguous: there is no right answer to compare."""
 
-NEEDS_FULL_RANK = ("geqrf", "qr", "linalg.qr", "pinverse", "linalg.pinv", "linalg.cholesky_ex", "linalg.cholesky")
-"""Entries that are not run on expanded inputs: with all rows alike, rounding decides what the result is."""
+_RANK = "with all rows alike, rounding decides what the result is"
+NOT_EXPANDED = {
+    **dict.fromkeys(
+        ("geqrf", "qr", "linalg.qr", "pinverse", "linalg.pinv", "linalg.cholesky_ex", "linalg.cholesky"), _RANK
+    ),
+    "masked.median": "the CPU's median of a tensor with stride 0 is none of its elements",
+}
+"""Entries that are not run on expanded inputs, with the reason."""
 
 UNSUPPORTED: dict[str, str] = {}
 """Entries (``name`` or ``name:dtype``) that the device refuses by design, with the reason."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from conformance.case import Case
 from conformance.compare import Tolerance, tolerances
 from conformance.suites import Suite
-from conformance.tolerances import CPU_IGNORES_STRIDES, NEEDS_FULL_RANK, is_random
+from conformance.tolerances import CPU_IGNORES_STRIDES, NOT_EXPANDED, is_random
 
 __all__ = ["SUITES", "full_name"]
 
@@ -114,7 +114,7 @@ def _noncontiguous(info: Any, dtype: torch.dtype) -> Cases:
                 f"{label}, noncontiguous", run, _inputs(sample.noncontiguous()), exact=not random, process=process
             )
         rows = tensor and sample.input.layout is torch.strided and sample.input.dim() and sample.input.shape[0] > 1
-        if rows and info.name not in NEEDS_FULL_RANK:
+        if rows and info.name not in NOT_EXPANDED:
             expanded = (sample.input[:1].expand(sample.input.shape), tuple(sample.args), dict(sample.kwargs))
             yield Case(f"{label}, expanded", run, expanded, exact=not random, process=process)
 

@@ -117,6 +117,10 @@ def _as_strided_scatter(
     storage_offset: int | None = None,
 ) -> torch.Tensor:
     """``as_strided_scatter``: a copy of the tensor with its gaps, and the window written on it."""
+    if any(n > 1 and s == 0 for n, s in zip(self.shape, self.stride(), strict=True)):
+        result = self.clone()  # repeated elements have no place of their own to be written to
+        result.as_strided(size, stride, storage_offset).copy_(src)
+        return result
     spans = sum((n - 1) * s for n, s in zip(self.shape, self.stride(), strict=True))
     reach = self.storage_offset() + spans + 1 if self.numel() else 0
     whole = self.as_strided((reach,), (1,), 0).clone()
