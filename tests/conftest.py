@@ -1,6 +1,9 @@
 """Tests run on XLA:CPU unless the environment says otherwise, with two devices, in whatever order."""
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.setdefault("TORCHTPU_PLATFORM", "cpu")
 os.environ.setdefault("TORCHTPU_CPU_DEVICES", "2")
@@ -15,3 +18,15 @@ def pytest_sessionstart() -> None:
     import torchtpu  # noqa: F401
 
     torch.tpu.init()
+
+
+@pytest.fixture(autouse=True)
+def fallbacks_of_one_test() -> Iterator[None]:
+    """Operators that a test runs on the CPU on purpose do not count in the next."""
+    yield
+    import torch
+
+    from torchtpu.eager import fallback
+
+    if torch.tpu.fallback_count():
+        fallback.reset_fallbacks()
