@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from conformance.compare import Difference, Tolerance, compare, same_values
-from conformance.tolerances import HOST_ARGUMENTS, host_reason, unsupported_reason
+from conformance.tolerances import HOST_ARGUMENTS, host_reason
 from conformance.transfer import copied, to_cpu, to_device, upcast
 
 __all__ = ["Case", "Record", "run_cases"]
@@ -201,10 +201,8 @@ def run_cases(record: Record, cases: Iterable[Case], tolerance: Tolerance, limit
     after = torch.tpu.fallbacks()
     record.fallbacks = sorted(op for op, n in after.items() if n > before.get(op, 0))
     record.seconds = round(time.perf_counter() - start, 2)
-    reason = unsupported_reason(record.entry, record.dtype)
     if record.failed:
-        record.status = "unsupported" if reason or refused == record.failed else "fail"
-        record.error = f"{reason} ({record.error})" if reason else record.error
+        record.status = "unsupported" if refused == record.failed else "fail"
     elif record.fallbacks:
         record.status = "fallback"
     elif record.cases == record.skipped:

@@ -15,11 +15,9 @@ __all__ = [
     "OVERRIDES",
     "RANDOM",
     "REFERENCE_DTYPES",
-    "UNSUPPORTED",
     "Override",
     "host_reason",
     "is_random",
-    "unsupported_reason",
 ]
 
 _F32, _F64, _C64, _C128 = torch.float32, torch.float64, torch.complex64, torch.complex128
@@ -117,9 +115,6 @@ NOT_EXPANDED = {
 }
 """Entries that are not run on expanded inputs, with the reason."""
 
-UNSUPPORTED: dict[str, str] = {}
-"""Entries (``name`` or ``name:dtype``) that the device refuses by design, with the reason."""
-
 
 def is_random(name: str) -> bool:
     """Whether an entry's values cannot be compared."""
@@ -129,10 +124,3 @@ def is_random(name: str) -> bool:
 def host_reason(name: str) -> str | None:
     """Why an entry runs on the host, or None."""
     return next((why for pattern, why in HOST.items() if re.fullmatch(pattern, name)), None)
-
-
-def unsupported_reason(name: str, dtype: str) -> str | None:
-    """Why the device refuses an entry, or None."""
-    return next(
-        (why for p, why in UNSUPPORTED.items() if re.fullmatch(p, name) or re.fullmatch(p, f"{name}:{dtype}")), None
-    )
