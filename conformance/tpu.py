@@ -46,11 +46,10 @@ class Collector:
         self.programs: dict[int, Any] = {}
         self.outside: set[str] = set()
         self._kernels: set[Any] = set()
-        launcher, dynamic = kernels.Kernel._launcher, kernels._Dynamic.__call__
+        launcher, runner, dynamic = kernels.launcher, kernels.Kernel._runner, kernels._Dynamic.__call__
 
-        def noting_launcher(kernel: Any, program: Any, call: Any) -> Any:
-            launch = launcher(kernel, program, call)
-            self._kernels.add(kernel)
+        def noting_launcher(program: Any, call: Any) -> Any:
+            launch = launcher(program, call)
 
             def noted(*args: Any) -> Any:
                 self.programs[program.uid] = program
@@ -58,11 +57,16 @@ class Collector:
 
             return noted
 
+        def noting_runner(kernel: Any, program: Any, call: Any) -> Any:
+            self._kernels.add(kernel)
+            return runner(kernel, program, call)
+
         def noting_dynamic(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             self.outside.add(str(kernel.op))
             return dynamic(kernel, *args, **kwargs)
 
-        kernels.Kernel._launcher = noting_launcher
+        kernels.launcher = noting_launcher
+        kernels.Kernel._runner = noting_runner
         kernels._Dynamic.__call__ = noting_dynamic
 
     def start(self) -> None:
