@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -42,8 +43,9 @@ def outcome(folder: Path, **environment: str) -> list:
     build = Path(__import__("torchtpu")._build.cache_dir())
     for built in build.iterdir():  # the extension is not what is tested here
         target = folder / built.name
-        if built.name != "programs" and not target.exists():
-            target.symlink_to(built)
+        if built.name != "programs":
+            with contextlib.suppress(FileExistsError):  # another thread was first
+                target.symlink_to(built)
     return json.loads(run(PROGRAM, TORCHTPU_CACHE_DIR=str(folder), **environment).stdout.splitlines()[-1])
 
 

@@ -63,6 +63,7 @@ class GraphProgram:
         output = next(n for n in module.graph.nodes if n.op == "output")
         self.aliases = Aliases(placeholders, output.args[0])
         self.metas = [_meta_of(n) for n in output.args[0]]
+        self.from_cpu = [i for i, n in enumerate(placeholders) if _is_on_cpu(n) and n.meta["val"].dim()]
         self.on_cpu = [i for i, n in enumerate(output.args[0]) if _is_on_cpu(n)]
         self.operators = tuple(str(n.target) for n in module.graph.nodes if isinstance(n.target, OperatorBase))
         self.name = f"a graph of {len(self.operators)} operators"
@@ -83,8 +84,8 @@ class GraphProgram:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Run the graph on tensors (and sizes) and return its results. What it reads or gives on the CPU is copied."""
-        if any(isinstance(t, torch.Tensor) and t.device.type == "cpu" and t.dim() for t in inputs):
-            inputs = tuple(t.to("tpu") if isinstance(t, torch.Tensor) and t.dim() else t for t in inputs)
+        if self.from_cpu:
+            inputs = tuple(t.to("tpu") if i in self.from_cpu else t for i, t in enumerate(inputs))
         results = self._run(inputs)
         self.aliases.restore(inputs, results)
         for i in self.on_cpu:

@@ -30,7 +30,7 @@ from torchtpu.compile.padding_layout import (
     normal,
     product,
 )
-from torchtpu.lowering.apply import _constant, short_name
+from torchtpu.lowering.apply import constant_array, short_name, walk
 from torchtpu.lowering.context import Trace
 from torchtpu.lowering.registry import find
 
@@ -125,19 +125,7 @@ class Interpreter:
         Raises:
             NotUnderstood: an operator that has no rule touches padding; the message says which.
         """
-        values: dict[torch.fx.Node, Any] = {}
-        remaining = iter(inputs)
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(remaining)
-            elif node.op == "output":
-                return torch.fx.node.map_arg(node.args[0], values.__getitem__)
-            elif node.op == "get_attr":
-                held = getattr(graph.owning_module, node.target)
-                values[node] = _plain(_constant(held)) if isinstance(held, torch.Tensor) else held
-            else:
-                values[node] = self._node(node, values)
-        raise AssertionError("a graph without an output")
+        return walk(graph, inputs, self._node, lambda held: _plain(constant_array(held)))
 
     def _node(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         value = node.meta.get("val")

@@ -197,14 +197,13 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> V
 
     # Numbers are passed as three vectors; one by one where blocks repeat, so that all occurrences of a block are alike.
     apart = not donated and repeats.enabled() and repeats.any_run([p.uid for p in programs])
-    device = trace.device
+    index, device = trace.device, devices.device(trace.device)
 
     def operands(floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> tuple[Any, Any, Any]:
         if not apart:
             return floats, integers, seeds
-        return [number_operand(x, device) for x in floats.tolist()], [
-            number_operand(x, device) for x in integers.tolist()
-        ], list(seeds)  # fmt: skip
+        first, second = ([number_operand(x, index) for x in vector.tolist()] for vector in (floats, integers))
+        return first, second, list(seeds)
 
     examples = [
         *operands(
@@ -216,11 +215,11 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> V
     ]
     name = f"{len(programs)} operators"
     given = tuple(3 + i for i in donated)
-    key = _digest(trace, wanted, donated)
+    key = _digest(trace, wanted, donated, apart)
     compiled = compile_program(
         fused,
         examples,
-        devices.device(trace.device),
+        device,
         name,
         donate=given,
         key=key,
@@ -236,8 +235,10 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> V
     return Variant(sizes, frozenset(donated), run, working_memory(compiled))
 
 
-def _digest(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> str:
-    """What the compiled trace computes, the same in every process: its signature with digests for programs."""
+def _digest(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...], apart: bool) -> str:
+    """What the compiled trace computes and how it is called, the same in every process: its signature with digests
+    for programs.
+    """
     items = iter(trace.signature)
     parts = []
     for program in trace.programs:
@@ -245,7 +246,7 @@ def _digest(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> 
         links = [next(items) for kind in program.kinds if kind in (Kind.ARRAY, Kind.COMPLEX)]
         parts.append(f"{program.digest} {links}")
     types = [f"{x.dtype}{x.shape}" for x in trace.arrays]
-    return digest(*parts, repr((types, wanted, donated)))
+    return digest(*parts, repr((types, wanted, donated, apart)))
 
 
 def _numbers(programs: list[Program], floats: Any, integers: Any, seeds: Any) -> Iterator[list[jax.Array]]:

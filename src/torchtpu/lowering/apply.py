@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torchtpu.lowering.dtypes import to_jax, to_torch
 from torchtpu.lowering.registry import Lowering, find
 
-__all__ = ["NoLowering", "apply", "can_lower", "short_name"]
+__all__ = ["NoLowering", "apply", "can_lower", "constant_array", "run_graph", "short_name", "walk"]
 
 _DROPPED = ("generator", "device", "layout", "pin_memory")
 
@@ -99,6 +99,35 @@ def _interpret(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return run_graph(graph, arrays)
 
 
+def walk(
+    graph: torch.fx.Graph,
+    inputs: Sequence[Any],
+    compute: Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any],
+    constant: Callable[[torch.Tensor], Any],
+) -> Any:
+    """The results of an FX graph.
+
+    Args:
+        graph: the graph.
+        inputs: values of its placeholders.
+        compute: the value of a node that calls something, from those before it.
+        constant: the value of a tensor that the graph holds.
+    """
+    values: dict[torch.fx.Node, Any] = {}
+    remaining = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(remaining)
+        elif node.op == "output":
+            return torch.fx.node.map_arg(node.args[0], values.__getitem__)
+        elif node.op == "get_attr":
+            held = getattr(graph.owning_module, node.target)
+            values[node] = constant(held) if isinstance(held, torch.Tensor) else held
+        else:
+            values[node] = compute(node, values)
+    raise AssertionError("a graph without an output")
+
+
 def run_graph(graph: torch.fx.Graph, inputs: list[Any], run: Callable[..., Any] = apply) -> Any:
     """Interpret an FX graph of functional aten operators on JAX arrays.
 
@@ -110,37 +139,26 @@ def run_graph(graph: torch.fx.Graph, inputs: list[Any], run: Callable[..., Any] 
     Raises:
         NoLowering: the graph mutates a tensor or calls something that is not an aten operator.
     """
-    values: dict[torch.fx.Node, Any] = {}
-    remaining = iter(inputs)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            values[node] = next(remaining)
-        elif node.op == "output":
-            return torch.fx.node.map_arg(node.args[0], values.__getitem__)
-        elif node.op == "get_attr":
-            held = getattr(graph.owning_module, node.target)
-            values[node] = _constant(held) if isinstance(held, torch.Tensor) else held
-        elif isinstance(node.target, OpOverload):
-            if node.target is torch.ops.aten.sym_size.int:
-                array, dim = torch.fx.node.map_arg(node.args, values.__getitem__)
-                values[node] = array.shape[dim]
-                continue
-            if node.target._schema.is_mutable:
-                raise NoLowering(f"the decomposition mutates a tensor: {node.target}")
-            a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = run(node.target, tuple(a), dict(k))
-        elif isinstance(node.target, HigherOrderOperator) and run is not apply:
-            a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = run(node.target, tuple(a), dict(k))
-        elif callable(node.target):
-            a, k = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*a, **k)
-        else:
+
+    def compute(node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+        target: Any = node.target
+        if not callable(target):
             raise NoLowering(f"cannot interpret {node.format_node()}")
-    raise AssertionError("a graph without an output")
+        args: Any
+        kwargs: Any
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if target is torch.ops.aten.sym_size.int:
+            return args[0].shape[args[1]]
+        if isinstance(target, OpOverload) and target._schema.is_mutable:
+            raise NoLowering(f"the decomposition mutates a tensor: {target}")
+        if isinstance(target, OpOverload) or (isinstance(target, HigherOrderOperator) and run is not apply):
+            return run(target, tuple(args), dict(kwargs))
+        return target(*args, **kwargs)
+
+    return walk(graph, inputs, compute, constant_array)
 
 
-def _constant(tensor: torch.Tensor) -> jax.Array:
+def constant_array(tensor: torch.Tensor) -> jax.Array:
     """A tensor that a graph holds, wherever it lives; its bits are taken, since NumPy does not know every dtype."""
     flat = tensor.detach().cpu().reshape(-1)
     return jax.numpy.asarray(flat.view(torch.uint8).numpy().view(to_jax(tensor.dtype)).reshape(tensor.shape))
