@@ -45,12 +45,26 @@ class Result:
         message: the error, in the compiler's words; empty when it compiled.
         seconds: time the compiler took.
         code_bytes: size of the TPU program.
+        argument_bytes: HBM that the arguments take, of each device, as are all that follow.
+        output_bytes: HBM that the results take.
+        alias_bytes: HBM that arguments and results share because the arguments are donated.
+        temporary_bytes: HBM for everything in between.
+        peak_bytes: most HBM in use at one time.
+        compiler_bytes: most memory that the compiler's process has taken on this machine.
+        order: ids of the devices in the order of the mesh.
     """
 
     status: str
     message: str = ""
     seconds: float = 0.0
     code_bytes: int = 0
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    alias_bytes: int = 0
+    temporary_bytes: int = 0
+    peak_bytes: int = 0
+    compiler_bytes: int = 0
+    order: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -80,21 +94,50 @@ class Compiler:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def compile(self, text: str, topology: str) -> Result:
-        """Compile a StableHLO module for one device of a topology such as ``"v6e:2x2"``."""
+    def compile(
+        self,
+        text: str,
+        topology: str,
+        *,
+        mesh: Sequence[int] | None = None,
+        dump: str | None = None,
+        save: str | None = None,
+    ) -> Result:
+        """Compile a StableHLO module.
+
+        Args:
+            text: the module.
+            topology: such as ``"v6e:2x2"``.
+            mesh: sizes of the axes of the mesh that the module is partitioned over, the slowest first; their product
+                is the number of devices. None: a program of one device.
+            dump: a folder for the compiler's own text of the optimised program.
+            save: a file for the serialised executable.
+        """
         process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps({"text": text, "topology": topology}).encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
+        options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True} if dump else {}
+        with tempfile.NamedTemporaryFile("w", suffix=".mlir") as program:
+            program.write(text)
+            program.flush()
+            request = {"program": program.name, "topology": topology, "mesh": mesh, "options": options, "save": save}
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                return Result("crash", self._last_words())
+            try:
+                ready, _, _ = select.select([process.stdout], [], [], self.timeout)
+            except KeyboardInterrupt:
+                self.close()  # the compiler does not answer while it works
+                raise
+            if not ready:
+                self.close()
+                return Result("timeout", f"not compiled after {self.timeout:.0f} s", self.timeout)
+            line = process.stdout.readline()
+        if not line:
             return Result("crash", self._last_words())
-        ready, _, _ = select.select([process.stdout], [], [], self.timeout)
-        if not ready:
-            self.close()
-            return Result("timeout", f"not compiled after {self.timeout:.0f} s", self.timeout)
-        line = process.stdout.readline()
-        return Result(**json.loads(line)) if line else Result("crash", self._last_words())
+        answer = json.loads(line)
+        return Result(**{**answer, "order": tuple(answer.get("order", ()))})
 
     def close(self) -> None:
         """End the child; the next compile starts another."""

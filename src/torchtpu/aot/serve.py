@@ -1,4 +1,4 @@
-"""The process that holds libtpu: reads StableHLO programs as JSON lines and answers whether each compiles.
+"""The process that holds libtpu: reads StableHLO programs as JSON lines and compiles each.
 
 It runs as a script, not as part of the package: it needs JAX and libtpu, and importing the package would load PyTorch.
 """
@@ -8,36 +8,73 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src import compiler
 from jax._src.interpreters import mlir
-from jax.experimental import topologies
-from jaxlib import _jax, xla_client
+from jax.experimental import mesh_utils, topologies
+from jaxlib import _jax
 from jaxlib.mlir import ir
+
+_MEMORY = {
+    "argument_bytes": "argument_size_in_bytes",
+    "output_bytes": "output_size_in_bytes",
+    "alias_bytes": "alias_size_in_bytes",
+    "temporary_bytes": "temp_size_in_bytes",
+    "peak_bytes": "peak_memory_in_bytes",
+    "code_bytes": "generated_code_size_in_bytes",
+}
 
 
 @functools.cache
-def _device(topology: str) -> Any:
-    """The first device of a topology; its client compiles and cannot run anything."""
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+def _devices(topology: str) -> Sequence[Any]:
+    """The devices of a topology; their client compiles and cannot run anything."""
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
 
 
-def _compile(text: str, topology: str) -> dict[str, Any]:
-    """Compile one program for one device of a topology."""
-    start = time.perf_counter()
+def _placed(topology: str, mesh: Sequence[int] | None) -> list[Any]:
+    """The devices of a mesh, flat: neighbours on the mesh are neighbours on the torus where JAX knows how."""
+    devices = _devices(topology)
+    if mesh is None:
+        return [devices[0]]
     try:
-        device = _device(topology)
-        with mlir.make_ir_context():
-            module = ir.Module.parse(text)
-            executable = device.client.compile(module, _jax.DeviceList((device,)), xla_client.CompileOptions())
-        answer = {"status": "ok", "message": "", "code_bytes": executable.get_compiled_memory_stats()}
-        answer["code_bytes"] = answer["code_bytes"].generated_code_size_in_bytes
+        return list(mesh_utils.create_device_mesh(mesh, devices, allow_split_physical_axes=True).flat)
+    except (NotImplementedError, ValueError):
+        return sorted(devices, key=lambda d: (*d.coords[::-1], d.core_on_chip))
+
+
+def _compile(request: dict[str, Any]) -> dict[str, Any]:
+    """Compile one program."""
+    start = time.perf_counter()
+    answer: dict[str, Any] = {"status": "ok", "message": ""}
+    try:
+        devices = _placed(request["topology"], request.get("mesh"))
+        options = compiler.get_compile_options(
+            num_replicas=1,
+            num_partitions=len(devices),
+            device_assignment=np.array([d.id for d in devices])[None, :],
+            env_options_overrides=request.get("options") or None,
+        )
+        with open(request["program"], "rb") as file, mlir.make_ir_context():
+            module = ir.Module.parse(file.read())
+            executable = devices[0].client.compile(module, _jax.DeviceList(tuple(devices)), options)
+        memory = executable.get_compiled_memory_stats()
+        answer |= {name: getattr(memory, field) for name, field in _MEMORY.items()}
+        answer["order"] = [d.id for d in devices]
+        if request.get("save"):
+            with open(request["save"], "wb") as file:
+                file.write(executable.serialize())
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, ir.MLIRError) as error:
-        answer = {"status": "fail", "message": str(error), "code_bytes": 0}
-    return {**answer, "seconds": round(time.perf_counter() - start, 3)}
+        answer = {"status": "fail", "message": str(error)}
+    answer["seconds"] = round(time.perf_counter() - start, 3)
+    answer["compiler_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return answer
 
 
 def main() -> None:
@@ -45,8 +82,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        request = json.loads(line)
-        answers.write(json.dumps(_compile(request["text"], request["topology"])) + "\n")
+        answers.write(json.dumps(_compile(json.loads(line))) + "\n")
         answers.flush()
 
 

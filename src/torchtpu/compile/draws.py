@@ -49,7 +49,7 @@ class Draws:
         a result, the second time it is an argument, and nothing is taken from the generator.
         """
         if isinstance(target, OpOverload):
-            self.trace.begin_operator(self._reserve)
+            self.trace.begin_operator(self.reserve)
             return apply(target, tuple(args), kwargs)
         if target is run_and_save_rng_state:
             state = jax.lax.bitcast_convert_type(self._words(), jnp.uint8).reshape(-1)
@@ -63,7 +63,8 @@ class Draws:
             return args[0], *(result if isinstance(result, tuple) else (result,))
         return run_operator(target, args, kwargs)
 
-    def _reserve(self) -> jax.Array:
+    def reserve(self) -> jax.Array:
+        """The key of an operator that draws."""
         key = key_of(self._words())
         self.count += 1
         return key

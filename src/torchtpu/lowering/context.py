@@ -37,12 +37,14 @@ class Trace:
         key: the key of the operator being traced, once it has drawn.
         keys_used: how many keys were derived from it.
         checks: the run-time checks so far.
+        checked: whether there are any; a program that only compiles has no use for them.
     """
 
     reserve: Callable[[], jax.Array] | None = None
     key: jax.Array | None = None
     keys_used: int = 0
     checks: list[Check] = field(default_factory=list)
+    checked: bool = True
 
     def begin_operator(self, reserve: Callable[[], jax.Array]) -> None:
         """The next operator of a graph begins: what it draws is its own."""
@@ -105,7 +107,7 @@ def check(bad: jax.Array, value: jax.Array, message: str, error: type[Exception]
         error: what is raised.
     """
     trace: Trace | None = getattr(_state, "trace", None)
-    if trace is not None and bad.size:
+    if trace is not None and trace.checked and bad.size:
         first = value.astype(jnp.int64).reshape(-1)[jnp.argmax(bad.reshape(-1))]
         trace.checks.append(Check(jnp.where(bad.any(), first, OK), message, error))
 

@@ -1,0 +1,132 @@
+"""Recognise attention as it was meant: the mask a model builds from positions alone is causal or a sliding window, and
+keys repeated for grouped queries need not be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["simplify_attention"]
+
+_aten = torch.ops.aten
+_ATTENTION = _aten.scaled_dot_product_attention.default
+LARGEST = 1 << 27
+"""Elements of the largest mask that is worked out."""
+_PASSED = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.clone.default)
+
+
+def simplify_attention(graph: torch.fx.Graph, constants: Mapping[torch.fx.Node, Any]) -> None:
+    """Rewrite the attention operators of a graph in place.
+
+    A mask that depends on no input is worked out. If it is causal, ``is_causal`` says so and the mask goes; if it lets
+    everything through, it goes; a causal sliding window is kept, with its width as ``node.meta["window"]``.
+    """
+    worked_out: dict[torch.fx.Node, tuple[str, int]] = {}
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        arguments = _arguments(node)
+        for name in ("key", "value"):
+            arguments[name] = _ungrouped(arguments[name])
+        if arguments["key"].meta["val"].shape[1] != node.args[0].meta["val"].shape[1]:
+            arguments["enable_gqa"] = True
+        mask = arguments["attn_mask"]
+        if isinstance(mask, torch.fx.Node) and mask.meta["val"].dtype is torch.bool:
+            if mask not in worked_out:
+                worked_out[mask] = _kind(mask, constants)
+            kind, width = worked_out[mask]
+            if kind in ("causal", "all"):
+                arguments["attn_mask"], arguments["is_causal"] = None, kind == "causal"
+            elif kind == "window":
+                node.meta["window"] = width
+        node.args = tuple(arguments[k] for k in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"))
+        node.kwargs = {k: arguments[k] for k in ("scale", "enable_gqa")}
+
+
+def _arguments(node: torch.fx.Node) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for i, argument in enumerate(_ATTENTION._schema.arguments):
+        name = argument.name
+        given[name] = node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return given
+
+
+def _ungrouped(node: torch.fx.Node) -> torch.fx.Node:
+    """The keys before each head was repeated: (B, heads, S, D) through (B, heads, 1, S, D) and (B, heads, n, S, D)."""
+    at: Any = node
+    while at.target in _PASSED and len(at.all_input_nodes) == 1:
+        at = at.all_input_nodes[0]
+        if at.target is _aten.expand.default:
+            break
+    if at.target is not _aten.expand.default:
+        return node
+    source = at.args[0]
+    if source.target is not _aten.unsqueeze.default or source.args[1] not in (2, -3):
+        return node
+    before, expanded = source.args[0].meta["val"].shape, at.meta["val"].shape
+    if len(before) != 4 or (*before[:2], *before[2:]) != (*expanded[:2], *expanded[3:]):
+        return node
+    b, heads, s, d = before
+    if tuple(node.meta["val"].shape) != (b, heads * expanded[2], s, d):
+        return node
+    return source.args[0]
+
+
+def _kind(mask: torch.fx.Node, constants: Mapping[torch.fx.Node, Any]) -> tuple[str, int]:
+    """("causal" | "all" | "window" | "other", width of the window)."""
+    shape = mask.meta["val"].shape
+    rows, columns = shape[-2:]
+    if rows * columns > LARGEST:
+        return "other", 0
+    order = _needed(mask)
+    if any(n.op == "placeholder" and not isinstance(constants.get(n), torch.Tensor) for n in order):
+        return "other", 0
+    value = _work_out(order, constants)[mask]
+    if value.numel() != rows * columns and not bool((value == value[:1, :1]).all()):
+        return "other", 0
+    value = value[(0,) * (value.ndim - 2)]
+    if bool(value.all()):
+        return "all", 0
+    if rows != columns:
+        return "other", 0
+    lower = torch.ones_like(value).tril_()
+    if torch.equal(value, lower):
+        return "causal", 0
+    width = int(value[-1].sum())
+    if torch.equal(value, lower.triu_(1 - width)):
+        return "window", width
+    return "other", 0
+
+
+def _needed(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """A node and what it depends on, in the order of the graph."""
+    seen = {node}
+    pending = [node]
+    while pending:
+        for n in pending.pop().all_input_nodes:
+            if n not in seen:
+                seen.add(n)
+                pending.append(n)
+    return [n for n in node.graph.nodes if n in seen]
+
+
+def _work_out(order: list[torch.fx.Node], constants: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Any]:
+    """Values on the CPU, each let go after its last use. A batch of equal masks is worked out once."""
+    values: dict[torch.fx.Node, Any] = {}
+    last = {n: i for i, node in enumerate(order) for n in node.all_input_nodes}
+    for i, node in enumerate(order):
+        if node.op == "placeholder":
+            values[node] = constants[node]
+        elif node.op == "get_attr":
+            values[node] = getattr(node.graph.owning_module, str(node.target))
+        else:
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+            assert callable(node.target)
+            values[node] = node.target(*args, **kwargs)
+        for n in node.all_input_nodes:
+            if last[n] == i and n is not order[-1]:
+                values.pop(n, None)
+    return values
