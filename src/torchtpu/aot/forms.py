@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from torchtpu.aot.experts import experts_on_mesh
 from torchtpu.aot.layout import Layout
 from torchtpu.lowering.families import attention as plain
 from torchtpu.lowering.families.losses import nll_loss_forward
@@ -28,6 +29,8 @@ _ROWS = 1024
 
 def form_of(target: Any) -> Callable[..., Any] | None:
     """The form of an operator on a mesh: a function of (layout, node, *arguments), or None."""
+    if target is torch.ops.torchtpu.experts.default:
+        return experts_on_mesh
     return _FORMS.get(target)
 
 

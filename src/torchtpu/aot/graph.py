@@ -126,12 +126,16 @@ def _read(program: torch.export.ExportedProgram, model: torch.nn.Module) -> Grap
     trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     inputs, constants = [], {}
     names = _argument_names(program)
+    held_by = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, torch.fx.Node] = {}
     for node, spec in zip(graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
         value = node.meta.get("val")
         if isinstance(spec.arg, ConstantArgument):
             constants[node] = spec.arg.value
         elif spec.kind is InputKind.CONSTANT_TENSOR and not _abstract(held := program.constants[str(spec.target)]):
             constants[node] = held
+        elif (weight := held_by.get(str(spec.target))) is not None and first.setdefault(id(weight), node) is not node:
+            node.replace_all_uses_with(first[id(weight)])  # a tied weight is one
         elif isinstance(value, torch.Tensor):
             name = spec.target or names.get(node.name, node.name)
             kinds = {InputKind.PARAMETER: "parameter", InputKind.USER_INPUT: "input"}
@@ -141,7 +145,8 @@ def _read(program: torch.export.ExportedProgram, model: torch.nn.Module) -> Grap
             raise GraphError(f"the model takes {spec.arg.name} ({spec.kind.name}), which is not a tensor")
     simplify_attention(graph, constants)
     graph.eliminate_dead_code()
-    results = [a for a in graph.output_node().args[0] if True]
+    results = graph.output_node().args[0]
+    assert isinstance(results, Sequence)
     outputs: list[tuple[torch.fx.Node, str]] = []
     writes: dict[str, torch.fx.Node] = {}
     paths = iter(_result_paths(program))

@@ -105,7 +105,7 @@ def build_step(graph: Graph, layout: Layout, kind: str, remat: str = "full") -> 
     typed = lambda values: {v.name: _type(v, layout) for v in values}  # noqa: E731
     state: dict[str, Any] = {"parameters": typed(by_kind["parameter"]), "buffers": typed(by_kind["buffer"])}
     batch = typed(by_kind["input"])
-    if any(takes_draws(n) for n in graph.fx.nodes) and kind == "train":
+    if any(_draws(n) for n in graph.fx.nodes):
         batch["seed"] = jax.ShapeDtypeStruct((4,), np.uint32, sharding=layout.sharding(((),)))
     assumptions: list[str] = []
     loss_of = _loss(graph, assumptions) if kind == "train" else None
@@ -146,6 +146,12 @@ def build_step(graph: Graph, layout: Layout, kind: str, remat: str = "full") -> 
     function = train if kind == "train" else run
     results = jax.tree.map(lambda t: t.sharding, state), _result_shardings(graph, layout, kind)
     return Step(kind, function, state, batch, results, evaluator, assumptions)
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether an operator takes random numbers; attention without dropout does not."""
+    attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
+    return takes_draws(node) and not (attention and node.args[4] == 0.0)
 
 
 def _type(value: Value, layout: Layout, dtype: Any = None) -> jax.ShapeDtypeStruct:
