@@ -58,7 +58,7 @@ def _bytes(elements: int, dtype: str) -> int:
     if dtype == "pred":
         return elements
     found = _BITS.search(dtype)
-    bits = int(found[0]) * (2 if dtype.startswith("c") else 1) if found else 0  # tokens and opaque values have none
+    bits = int(found[0]) if found else 0  # tokens and opaque values have none
     return elements * bits // 8 if bits >= 8 else -(-elements * bits // 8)
 
 
