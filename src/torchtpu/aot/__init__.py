@@ -9,6 +9,15 @@ Example::
 """
 
 from torchtpu.aot.compile import Compiler, Result, compile_for, lower_for_tpu
-from torchtpu.aot.topology import TOPOLOGIES, libtpu_missing
+from torchtpu.aot.topology import TOPOLOGIES, Topology, libtpu_missing, standard_topologies
 
-__all__ = ["TOPOLOGIES", "Compiler", "Result", "compile_for", "libtpu_missing", "lower_for_tpu"]
+__all__ = [
+    "TOPOLOGIES",
+    "Compiler",
+    "Result",
+    "Topology",
+    "compile_for",
+    "libtpu_missing",
+    "lower_for_tpu",
+    "standard_topologies",
+]

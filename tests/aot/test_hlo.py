@@ -1,0 +1,163 @@
+"""The reader of optimised HLO, on a stored sample and on what the compiler makes of sharded programs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtpu.aot import libtpu_missing
+from torchtpu.aot.compile import _ENVIRONMENT
+from torchtpu.aot.hlo import Hlo, read_hlo
+from torchtpu.aot.hlo_types import arrays, parse_groups
+
+SAMPLE = Path(__file__).with_name("data") / "step.hlo.txt"
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,2},{1,3}}", ((0, 2), (1, 3))),
+        ("{}", ((0, 1, 2, 3, 4, 5, 6, 7),)),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=4,'b'=2] {'a'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("mesh['a'=2,'b'=4] {'b':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("mesh['a'=2,'b'=4] {'b':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}", ((0, 2), (1, 3))),
+        ("@mesh<a=2,b=2>{a,b}", ((0, 1, 2, 3),)),
+    ],
+)
+def test_groups(text: str, groups: tuple[tuple[int, ...], ...]) -> None:
+    """Lists, iotas and axes of meshes."""
+    assert parse_groups(text, 8) == groups
+
+
+def test_groups_of_an_unknown_form_are_refused() -> None:
+    """They are not guessed."""
+    with pytest.raises(ValueError, match="unknown form"):
+        parse_groups("mash", 8)
+
+
+def test_types() -> None:
+    """Sizes, layouts, memory spaces and padding of what XLA prints."""
+    a, b, c = arrays("(bf16[3,65]{1,0:T(8,128)(2,1)S(1)}, f32[65,3]{0,1:T(8,128)}, pred[])")
+    assert (a.shape, a.order, a.tile, a.space, a.tiling) == ((3, 65), (1, 0), (8, 128), 1, "T(8,128)(2,1)")
+    assert (a.bytes, a.padded_bytes) == (3 * 65 * 2, 8 * 128 * 2)
+    assert (b.bytes, b.padded_bytes) == (3 * 65 * 4, 8 * 128 * 4)
+    assert (c.bytes, c.padded_bytes) == (1, 1)
+    assert arrays("s4[10]")[0].bytes == 5 and arrays("c64[2]")[0].bytes == 16 and not arrays("()")
+
+
+def test_sample() -> None:
+    """All kinds of collective with groups, rounds of loops and origin; copies; padding; traffic with memory."""
+    hlo = read_hlo(SAMPLE)
+    assert (hlo.name, hlo.partitions, hlo.loops, hlo.assumptions) == ("jit_step", 8, {"region_body": 3}, [])
+    array, mlp = MIB, "model/layer/mlp"
+    assert [
+        (c.kind, c.bytes, c.group_size, c.groups[0], c.executions, c.asynchronous, c.scope, c.phase)
+        for c in hlo.collectives
+    ] == [
+        ("all-reduce", array, 2, (0, 1), 3, True, mlp, "forward"),
+        ("reduce-scatter", MIB // 2, 4, (0, 2, 4, 6), 1, False, mlp, "backward"),
+        ("all-gather", MIB // 2, 2, (0, 4), 3, False, "model", "forward"),
+        ("all-to-all", array, 4, (0, 2, 4, 6), 1, False, "model/moe", "forward"),
+        ("collective-permute", array, 2, (0, 2), 1, True, "model/moe", "backward"),
+        ("all-reduce", 4, 4, (0, 2, 4, 6), 1, False, "model/loss", "forward"),
+    ]
+    json.dumps([c.as_dict() for c in hlo.collectives])
+    copies = {c.name: (c.kind, c.bytes, c.executions, c.scope) for c in hlo.layout_copies}
+    assert copies == {"copy.14": ("layout", 2 * array, 1, "model/moe"), "copy-start.4": ("move", 2 * array, 1, "")}
+    (padding,) = hlo.padding
+    assert (padding.what, padding.bytes, padding.padded_bytes) == ("table", 4096 * 65 * 4, 4096 * 128 * 4)
+    memory = {(m.scope, m.phase): m.bytes for m in hlo.memory}
+    slice_of = 256 * 512 * 2
+    # Each round reads and writes the activations and reads a slice of the weights, which another fusion takes out.
+    assert memory[mlp, "forward"] == 3 * (2 * array + slice_of)
+    assert memory["model", "forward"] == pytest.approx(3 * 2 * slice_of, rel=1e-3)  # and the index
+    assert memory["model/moe", "forward"] == 2 * array
+
+
+def test_lines_and_what_is_not_a_module() -> None:
+    """A text may come in lines; one without a module is an error."""
+    with SAMPLE.open() as lines:
+        assert len(read_hlo(lines).collectives) == 6
+    with pytest.raises(ValueError, match="no HLO module"):
+        read_hlo(["%a (x: f32[]) -> f32[] {"])
+
+
+PROGRAM = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+def compile_step(name, shape, folder):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    mesh = Mesh(np.array(devices).reshape(shape), ("data", "model"))
+
+    def struct(size, *spec):
+        return jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+    def layer(x, w):
+        with jax.named_scope("layer"), jax.named_scope("mlp"):
+            y = jax.nn.gelu(x @ w[0]) @ w[1]
+            return lax.with_sharding_constraint(x + y, NamedSharding(mesh, P("data"))), None
+
+    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    def exchange(x):
+        return lax.all_to_all(x, "data", 1, 1, tiled=True)
+
+    def loss(ws, x):
+        with jax.named_scope("model"):
+            x = lax.scan(jax.checkpoint(layer), x, ws)[0]
+            with jax.named_scope("moe"):
+                x = exchange(x)
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    ws = struct((3, 256, 512), None, "data", "model"), struct((3, 512, 256), None, "model", "data")
+    step = jax.jit(jax.value_and_grad(loss)).trace(ws, struct((16, 128, 256), "data")).lower()
+    step.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+
+for argument in sys.argv[2:]:
+    name, shape = argument.split("=")
+    compile_step(name, [int(n) for n in shape.split(",")], sys.argv[1] + "/" + name)
+"""
+CASES = {"v6e:2x2": (2, 2), "v6e:4x4": (4, 4), "tpu7x:2x2x1": (4, 2)}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hlo]:
+    """A train step of three layers under ``lax.scan``, read as the compiler wrote it for each machine."""
+    if libtpu_missing() is not None:
+        pytest.skip(libtpu_missing() or "")
+    folder = tmp_path_factory.mktemp("hlo")
+    cases = [f"{name}={','.join(map(str, shape))}" for name, shape in CASES.items()]
+    command = [sys.executable, "-c", PROGRAM, str(folder), *cases]
+    done = subprocess.run(command, env={**os.environ, **_ENVIRONMENT}, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {name: read_hlo(next((folder / name).glob("*after_optimizations.txt"))) for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled(compiled: dict[str, Hlo], name: str) -> None:
+    """Loops go round three times; what is exchanged in them and outside has the groups of the mesh's axes."""
+    hlo, (data, model) = compiled[name], CASES[name]
+    assert hlo.partitions == data * model and set(hlo.loops.values()) == {3} and not hlo.assumptions
+    rows = [tuple(range(i * model, (i + 1) * model)) for i in range(data)]
+    columns = [tuple(range(i, data * model, model)) for i in range(model)]
+    for c in hlo.collectives:
+        if c.kind != "collective-permute":
+            assert sorted(c.groups) in (sorted(rows), sorted(columns), [tuple(range(data * model))]), c
+    activations = 16 // data * 128 * 256 * 2
+    reduced = [c for c in hlo.collectives if c.kind == "all-reduce" and c.bytes == activations and c.executions == 3]
+    assert {(c.scope, c.phase, c.group_size) for c in reduced} >= {("model/layer/mlp", "forward", model)}
+    exchanged = [c for c in hlo.collectives if c.kind == "all-to-all"]
+    assert {c.scope for c in exchanged} == {"model/moe"}
+    assert {(c.bytes, c.group_size, c.executions) for c in exchanged} == {(activations, data, 1)}
+    assert hlo.layout_copies and sum(m.bytes for m in hlo.memory) > activations  # little: vector memory holds most
