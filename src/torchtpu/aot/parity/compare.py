@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtpu.aot.parity import record
-from torchtpu.aot.parity.measure import Error, compare_all, explained, measure
-from torchtpu.aot.parity.operators import Operator, Replay, Trace, first_difference
+from torchtpu.aot.parity.measure import Error, compare_all, explained, measure, unit
+from torchtpu.aot.parity.operators import Operator, Replay, Trace, first_difference, line_of
 from torchtpu.aot.parity.record import Call, Record
+from torchtpu.aot.parity.reference import Wider
 from torchtpu.aot.parity.report import Culprit, ModuleRow, Parity, Run, TensorRow
 
 if TYPE_CHECKING:
@@ -21,13 +22,23 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 _REFERENCE = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_ASSUMED = 8.0
+"""Units of rounding that PyTorch CPU is taken to be wrong by where there is no wider dtype to tell."""
 _NEAR_ZERO = 1e-3
 """A gradient whose elements are smaller than this share of the others' is measured as if they were that large: that of
 a key's bias is nothing but rounding."""
 
 
 class _Models:
-    """One model three times, with the same weights: in a dtype on the CPU and on the device, and in a wider one."""
+    """One model three times, with the same weights: in a dtype on the CPU and on the device, and in a wider one.
+
+    Attributes:
+        dtype: that of the first two.
+        cpu, device, wide: the models. ``wide`` is None once it has turned out that it cannot run in a wider dtype; the
+            CPU's results are then the reference.
+    """
+
+    wide: torch.nn.Module | None
 
     def __init__(self, source: ModelSource, dtype: torch.dtype, seed: int, device: torch.device) -> None:
         base = source.build("cpu", torch.float32, seed)
@@ -35,6 +46,12 @@ class _Models:
         self.cpu = _like(base, source, dtype, seed)
         self.wide = _like(self.cpu, source, _REFERENCE[dtype], seed)
         self.device = copy.deepcopy(self.cpu).to(device)
+
+    def own(self, error: Error) -> Error:
+        """PyTorch CPU's error: as measured, or assumed when there is nothing to measure it by."""
+        if self.wide is not None:
+            return error
+        return Error(error.absolute, _ASSUMED * unit(self.dtype), error.note)
 
 
 def compare(
@@ -95,13 +112,25 @@ def _compare(models: _Models, inputs: dict[str, Any], loss: Callable[[Any], torc
     def given(device: torch.device | str, to: torch.dtype) -> dict[str, Any]:
         return record.cast(inputs, device, to, dtype)
 
-    run = Run(_name(dtype), _name(wider))
-    wide = record.run(models.wide, given("cpu", wider), loss)
+    run = Run(_name(dtype), f"{_name(wider)} on the CPU")
     cpu = record.run(models.cpu, given("cpu", dtype), loss)
-    device = record.run(models.device, given(place, dtype), loss)
+    try:
+        assert models.wide is not None
+        with Wider():
+            wide = record.run(models.wide, given("cpu", wider), loss)
+    except (RuntimeError, NotImplementedError) as error:
+        models.wide, wide = None, cpu
+        run.reference = f"PyTorch CPU, which cannot run it in {_name(wider)}"
+        run.notes.append(f"in {_name(wider)} the CPU says: {str(error).splitlines()[0]}")
+    device = Record()
+    try:
+        record.run(models.device, given(place, dtype), loss, device)
+    except Exception as error:  # whatever the device raises where the CPU does not is what is looked for
+        run.culprit = _raised(error, device)
+        return run
     _modules(run, models, cpu, device, {call.key: call for call in wide.calls})
     if loss is not None:
-        _training(run, dtype, cpu, device, wide)
+        _training(run, models, cpu, device, wide)
         tensors = [*([run.loss] if run.loss else []), *run.gradients]
         if run.culprit is None and not all(tensor.ok for tensor in tensors):
             _search_backward(run, models, cpu)
@@ -118,7 +147,8 @@ def _modules(run: Run, models: _Models, cpu: Record, device: Record, wide: dict[
         if call.key in missing:
             continue
         there, reference = on_device[call.key], wide[call.key]
-        error, own = compare_all(there.outputs, reference.outputs), compare_all(call.outputs, reference.outputs)
+        error = compare_all(there.outputs, reference.outputs)
+        own = models.own(compare_all(call.outputs, reference.outputs))
         status = "ok"
         if not explained(error, own, models.dtype):
             status = "after" if run.culprit else "inherits"
@@ -135,18 +165,19 @@ def _modules(run: Run, models: _Models, cpu: Record, device: Record, wide: dict[
         )
 
 
-def _training(run: Run, dtype: torch.dtype, cpu: Record, device: Record, wide: Record) -> None:
+def _training(run: Run, models: _Models, cpu: Record, device: Record, wide: Record) -> None:
     assert cpu.loss is not None and device.loss is not None and wide.loss is not None
-    error, own = measure(device.loss, wide.loss), measure(cpu.loss, wide.loss)
-    run.loss = TensorRow("loss", error, own, explained(error, own, dtype))
+    error, own = measure(device.loss, wide.loss), models.own(measure(cpu.loss, wide.loss))
+    run.loss = TensorRow("loss", error, own, explained(error, own, models.dtype))
     squares = sum(g.double().square().nansum().item() for g in wide.gradients.values())
     scale = _NEAR_ZERO * math.sqrt(squares / max(1, sum(g.numel() for g in wide.gradients.values())))
     for name, reference in wide.gradients.items():
         if name not in device.gradients or name not in cpu.gradients:
             run.gradients.append(TensorRow(name, Error(math.inf, math.inf, "no gradient"), Error(), False))
             continue
-        error, own = measure(device.gradients[name], reference, scale), measure(cpu.gradients[name], reference, scale)
-        run.gradients.append(TensorRow(name, error, own, explained(error, own, dtype)))
+        error = measure(device.gradients[name], reference, scale)
+        own = models.own(measure(cpu.gradients[name], reference, scale))
+        run.gradients.append(TensorRow(name, error, own, explained(error, own, models.dtype)))
 
 
 def _search_backward(run: Run, models: _Models, cpu: Record) -> None:
@@ -164,8 +195,12 @@ def _search_backward(run: Run, models: _Models, cpu: Record) -> None:
 
 def _right_by_itself(models: _Models, call: Call, gradients: list[torch.Tensor | None] | None = None) -> bool:
     """Whether rounding explains what a module does on the device with the CPU's inputs."""
-    reference = record.run_call(models.wide, call, gradients)
     own = record.run_call(models.cpu, call, gradients)
+    if models.wide is None:
+        reference = own
+    else:
+        with Wider():
+            reference = record.run_call(models.wide, call, gradients)
     got = record.run_call(models.device, call, gradients)
     if len(got) != len(reference) or len(own) != len(reference):
         return False
@@ -173,7 +208,7 @@ def _right_by_itself(models: _Models, call: Call, gradients: list[torch.Tensor |
     if gradients is not None:
         scale = _NEAR_ZERO * max((x.double().square().mean().sqrt().item() for x in reference if x.numel()), default=0)
     return all(
-        explained(measure(g, r, scale), measure(o, r, scale), models.dtype)
+        explained(measure(g, r, scale), models.own(measure(o, r, scale)), models.dtype)
         for g, o, r in zip(got, own, reference, strict=True)
     )
 
@@ -217,6 +252,14 @@ def _explain(
     if alone:
         return "each operator is right by itself: it is wrong only when operators run as one program", None
     return "each operator is right with the CPU's operands: rounding is magnified inside the module", None
+
+
+def _raised(error: Exception, device: Record) -> Culprit:
+    """Where the device raised."""
+    call = device.running[-1] if device.running else None
+    explanation = f"it raises {type(error).__name__} on the device: {str(error).splitlines()[0] if str(error) else ''}"
+    module, kind = (_title(call), call.kind) if call else ("the backward pass", "after the forward")
+    return Culprit(module, kind, "", line_of(error), explanation, not device.running)
 
 
 def _title(call: Call) -> str:

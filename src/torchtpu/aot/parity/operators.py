@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -15,9 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtpu.aot.parity.measure import NONE, Error, compare_all, explained
+from torchtpu.aot.parity.reference import Wider
 from torchtpu.aot.parity.structure import tensors
 
-__all__ = ["Operator", "Replay", "Trace", "first_difference"]
+__all__ = ["Operator", "Replay", "Trace", "first_difference", "line_of"]
 
 _LIBRARIES = tuple(f"{Path(str(sys.modules[name].__file__)).parent}/" for name in ("torch", "torchtpu"))
 
@@ -127,7 +129,8 @@ class Replay(Trace):
     ) -> list[torch.Tensor]:
         """The results in a wider dtype; the CPU's own where the operator has none."""
         try:
-            wide = tensors(_call(function, args, kwargs, torch.device("cpu"), {dtype: _WIDER[dtype]}))
+            with Wider():
+                wide = tensors(_call(function, args, kwargs, torch.device("cpu"), {dtype: _WIDER[dtype]}))
         except (RuntimeError, NotImplementedError):
             return expected
         kinds = [x.is_floating_point() for x in expected]
@@ -186,11 +189,20 @@ def _line() -> str:
     if node is not None:
         return _forward_line(node)
     while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith((*_LIBRARIES, "<")):
-            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        if _is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost frame outside torch and torchtpu that an error came through."""
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if _is_users(x.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((*_LIBRARIES, "<"))
 
 
 def _forward_line(node: Any) -> str:
@@ -198,7 +210,7 @@ def _forward_line(node: Any) -> str:
     for entry in reversed(node.metadata.get("traceback_", [])):
         for text in reversed(entry.splitlines()):
             place = text.strip()
-            if place.startswith('File "') and not place.removeprefix('File "').startswith((*_LIBRARIES, "<")):
+            if place.startswith('File "') and _is_users(place.removeprefix('File "')):
                 file, line, where = (*place.removeprefix('File "').split(", "), "", "")[:3]
                 number, function = line.removeprefix("line "), where.removeprefix("in ")
                 return f"{file.removesuffix(chr(34))}:{number} in {function} (backward: {node.name()})"

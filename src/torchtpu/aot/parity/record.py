@@ -49,14 +49,23 @@ class Call:
 
 @dataclasses.dataclass
 class Record:
-    """A run: its calls in the order in which they ended, the loss, and the gradients of parameters by name."""
+    """A run: its calls in the order in which they ended, the loss, and the gradients of parameters by name.
+
+    ``running`` are the calls that have not ended: none, unless the run raised.
+    """
 
     calls: list[Call] = dataclasses.field(default_factory=list)
+    running: list[Call] = dataclasses.field(default_factory=list)
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
-def run(model: torch.nn.Module, inputs: dict[str, Any], loss: Callable[[Any], torch.Tensor] | None) -> Record:
+def run(
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    loss: Callable[[Any], torch.Tensor] | None,
+    record: Record | None = None,
+) -> Record:
     """Run a model, and its backward pass if there is a loss.
 
     Copies stay on the model's device until the end, so that the device runs the program that it would run anyway.
@@ -65,8 +74,9 @@ def run(model: torch.nn.Module, inputs: dict[str, Any], loss: Callable[[Any], to
         model: its gradients are cleared.
         inputs: arguments of ``forward`` by name; they may be written to.
         loss: from what ``forward`` returned to a scalar; None for a forward without gradients.
+        record: what to fill in, for a caller who wants to see how far a run came that raises.
     """
-    record = Record()
+    record = Record() if record is None else record
     model.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(loss is not None), _recording(model, record):
         outputs = model(**inputs)
@@ -123,10 +133,12 @@ def lowest(call: Call) -> torch.dtype:
 
 
 def cast(value: Any, device: torch.device | str, dtype: torch.dtype, from_dtype: torch.dtype) -> Any:
-    """A copy of a value on a device, with tensors of one dtype in another."""
-    return convert(
-        value, lambda x: x.detach().clone().to(device=device, dtype=dtype if x.dtype == from_dtype else x.dtype)
-    )
+    """A copy of a value that is on the CPU, on a device, with tensors of one dtype in another."""
+
+    def change(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().clone().to(device=device, dtype=dtype if x.dtype == from_dtype else x.dtype)
+
+    return convert(value, change, {from_dtype: dtype, torch.device("cpu"): torch.device(device)})
 
 
 def _unleaf(value: Any) -> Any:
@@ -137,7 +149,7 @@ def _unleaf(value: Any) -> Any:
 @contextlib.contextmanager
 def _recording(model: torch.nn.Module, record: Record) -> Iterator[None]:
     counts: dict[str, int] = {}
-    running: list[Call] = []
+    running = record.running
     starts = 0
     handles: list[Any] = []
 

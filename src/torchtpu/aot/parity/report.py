@@ -75,7 +75,16 @@ class Culprit:
 
 @dataclasses.dataclass
 class Run:
-    """The comparison in one dtype."""
+    """The comparison in one dtype.
+
+    Attributes:
+        dtype: such as ``"float32"``.
+        reference: what errors are measured from.
+        modules: in the order in which they ended.
+        loss, gradients: of a training step.
+        culprit: where it goes wrong; None if it does not.
+        notes: sentences on what is not as usual.
+    """
 
     dtype: str
     reference: str
@@ -129,7 +138,7 @@ class Parity:
 
 def _run_lines(run: Run, rows: int) -> list[str]:
     lines = [
-        f"{run.dtype}, errors from {run.reference} on the CPU",
+        f"{run.dtype}, errors from {run.reference}",
         f"  {'module':<{WIDTH}}{'max abs':>9}{'relative':>10}{'CPU':>10}{'growth':>8}",
     ]
     shown = run.modules
@@ -168,7 +177,7 @@ def _verdict(run: Run) -> list[str]:
     if run.culprit is None:
         return [f"  {run.dtype}: rounding explains every difference"]
     c = run.culprit
-    where = f"{'the backward of ' if c.backward else ''}{c.module} ({c.kind})"
+    where = f"{'the backward of ' if c.backward and c.operator else ''}{c.module} ({c.kind})"
     lines = [f"  {run.dtype}: WRONG: the error first grows beyond rounding in {where}", f"      {c.explanation}"]
     if c.operator:
         lines.append(f"      operator: {c.operator}")

@@ -19,8 +19,6 @@ _OPAQUE = (
     complex,
     type,
     type(None),
-    torch.dtype,
-    torch.device,
     torch.nn.Module,
     FunctionType,
     BuiltinFunctionType,
@@ -29,11 +27,22 @@ _OPAQUE = (
 )
 
 
-def convert(value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: dict[int, Any] | None = None) -> Any:
-    """A copy of a value with every tensor changed; what holds no tensors is shared.
+def convert(
+    value: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    kinds: Mapping[Any, Any] | None = None,
+    seen: dict[int, Any] | None = None,
+) -> Any:
+    """A copy of a value with every tensor changed; objects that hold no tensors are shared.
 
     A tensor or an object that occurs twice is changed once.
+
+    Args:
+        value: tuples, lists, dictionaries and objects with attributes are copied.
+        change: from a tensor to another.
+        kinds: which dtypes and devices become which, where they stand by themselves: a cache remembers its device.
     """
+    kinds = {} if kinds is None else kinds
     seen = {} if seen is None else seen
     if id(value) in seen:
         return seen[id(value)]
@@ -42,20 +51,22 @@ def convert(value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: di
         made = change(value)
     elif isinstance(value, _OPAQUE):
         return value
+    elif isinstance(value, (torch.dtype, torch.device)):
+        return kinds.get(value, value)
     elif isinstance(value, Mapping) and isinstance(value, dict):
         made = copy.copy(value)
         for key, item in value.items():
-            made[key] = convert(item, change, seen)
+            made[key] = convert(item, change, kinds, seen)
     elif isinstance(value, tuple):
-        items = [convert(item, change, seen) for item in value]
+        items = [convert(item, change, kinds, seen) for item in value]
         made = type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     elif isinstance(value, list):
-        made = [convert(item, change, seen) for item in value]
+        made = [convert(item, change, kinds, seen) for item in value]
     elif hasattr(value, "__dict__") and tensors(value):
         made = copy.copy(value)
         seen[id(value)] = made
         for name, item in vars(value).items():
-            made.__dict__[name] = convert(item, change, seen)
+            made.__dict__[name] = convert(item, change, kinds, seen)
     else:
         return value
     seen[id(value)] = made
