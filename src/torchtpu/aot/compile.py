@@ -51,7 +51,7 @@ class Result:
         temporary_bytes: HBM for everything in between.
         peak_bytes: most HBM in use at one time.
         compiler_bytes: most memory that the compiler's process has taken on this machine.
-        order: ids of the devices in the order of the mesh.
+        coordinates: of the chip of each device, in the order of the mesh.
     """
 
     status: str
@@ -64,7 +64,7 @@ class Result:
     temporary_bytes: int = 0
     peak_bytes: int = 0
     compiler_bytes: int = 0
-    order: tuple[int, ...] = ()
+    coordinates: tuple[tuple[int, ...], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -137,7 +137,7 @@ class Compiler:
         if not line:
             return Result("crash", self._last_words())
         answer = json.loads(line)
-        return Result(**{**answer, "order": tuple(answer.get("order", ()))})
+        return Result(**{**answer, "coordinates": tuple(map(tuple, answer.get("coordinates", ())))})
 
     def close(self) -> None:
         """End the child; the next compile starts another."""

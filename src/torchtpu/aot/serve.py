@@ -66,7 +66,7 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
             executable = devices[0].client.compile(module, _jax.DeviceList(tuple(devices)), options)
         memory = executable.get_compiled_memory_stats()
         answer |= {name: getattr(memory, field) for name, field in _MEMORY.items()}
-        answer["order"] = [d.id for d in devices]
+        answer["coordinates"] = [list(d.coords) for d in devices]
         if request.get("save"):
             with open(request["save"], "wb") as file:
                 file.write(executable.serialize())
