@@ -188,7 +188,15 @@ def test_shard_map_counts_all_shards() -> None:
         lambda a, b: lax.psum(a @ b, "y"), mesh=mesh, in_specs=(split, whole), out_specs=PartitionSpec("x", None)
     )
     found = counted(sharded, struct(16, 8), struct(8, 32))
-    assert found.mxu_flops() == 2 * 16 * 8 * 32
+    assert found.mxu_flops() == found.model_flops() == 2 * 16 * 8 * 32
+    rows = PartitionSpec("x")
+    repeated = jax.shard_map(lambda a: a @ a.T, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    found = counted(repeated, struct(16, 8))
+    assert found.mxu_flops() == 2 * found.model_flops() == 2 * 4 * (2 * 4 * 4 * 8)  # "y" does the same twice
+    partly = jax.shard_map(
+        lambda a: a @ a.T, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"x"}, check_vma=False
+    )
+    assert counted(partly, struct(16, 8)).mxu_flops() == 4 * (2 * 4 * 4 * 8)  # "y" is left to the compiler
 
 
 def test_products() -> None:

@@ -41,6 +41,7 @@ class OpCost:
         shapes: of its operands, for one execution.
         is_mxu: whether the matrix unit does it.
         group: number of the fusion that it is part of.
+        replicas: devices that each do the same under ``shard_map``, all of which are in ``flops``.
     """
 
     scope: str
@@ -56,6 +57,7 @@ class OpCost:
     shapes: tuple[tuple[int, ...], ...]
     is_mxu: bool
     group: int
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,10 @@ class Counts:
     def mxu_flops(self, *phases: str) -> float:
         """Operations of products and convolutions, without repeated passes."""
         return sum(x.flops for x in self._of(phases) if x.is_mxu)
+
+    def model_flops(self) -> float:
+        """Operations of products of the forward and backward pass: once, however many devices do the same."""
+        return sum(x.flops / x.replicas for x in self._of(("forward", "backward")) if x.is_mxu)
 
     def mxu_flops_by_dtype(self) -> dict[str, float]:
         """Operations of products and convolutions by the type of their operands."""
@@ -124,7 +130,7 @@ def count(program: Any) -> Counts:
     """
     counter = _Counter()
     level = flatten(program, counter.assume)
-    counter.add(level, [True] * len(level.outputs), executions=1, shards=1)
+    counter.add(level, [True] * len(level.outputs), executions=1, shards=1, replicas=1)
     return Counts(counter.ops, list(counter.assumptions))
 
 
@@ -137,36 +143,36 @@ class _Counter:
     def assume(self, sentence: str) -> None:
         self.assumptions[sentence] = None
 
-    def add(self, level: Level, wanted: list[bool], executions: int, shards: int) -> None:
+    def add(self, level: Level, wanted: list[bool], executions: int, shards: int, replicas: int) -> None:
         """Count a body: ``wanted`` says which of its results anything uses."""
         live, wanted_of = level.live(wanted)
         fusions = _Fusions(level, live, wanted)
         numbers: dict[int, int] = {}
         for node in live:
             if node.kind == "control":
-                self._control(node, wanted_of[node.index], executions, shards)
+                self._control(node, wanted_of[node.index], executions, shards, replicas)
                 continue
             if node.kind == "alias":
                 continue
             number = numbers.setdefault(fusions.group(node), self.groups + len(numbers))
-            self.ops.append(self._cost(node, fusions, number, executions, shards))
+            self.ops.append(self._cost(node, fusions, number, executions, shards, replicas))
         self.groups += len(numbers)
 
-    def _control(self, node: Node, wanted: list[bool], executions: int, shards: int) -> None:
+    def _control(self, node: Node, wanted: list[bool], executions: int, shards: int, replicas: int) -> None:
         if node.alternatives:  # a conditional: the branch with most work
             tried = []
             for body in node.bodies:
                 other = _Counter()
-                other.add(body, wanted, executions, shards)
+                other.add(body, wanted, executions, shards, replicas)
                 tried.append((sum(x.flops for x in other.ops), len(other.ops), body))
             self.assume("of the branches of a conditional, the one with most work is counted, every time")
-            self.add(max(tried, key=lambda x: x[:2])[2], wanted, executions, shards)
+            self.add(max(tried, key=lambda x: x[:2])[2], wanted, executions, shards, replicas)
             return
         for body in node.bodies:
             needed = node.wanted_of_body(body, wanted)
-            self.add(body, needed, executions * node.trips, shards * node.shards)
+            self.add(body, needed, executions * node.trips, shards * node.shards, replicas * node.replicas)
 
-    def _cost(self, node: Node, fusions: _Fusions, group: int, executions: int, shards: int) -> OpCost:
+    def _cost(self, node: Node, fusions: _Fusions, group: int, executions: int, shards: int, replicas: int) -> OpCost:
         eqn, times = node.eqn, executions * shards
         read, written = fusions.traffic(node)
         primitive = eqn.primitive.name
@@ -189,6 +195,7 @@ class _Counter:
             shapes=tuple(tuple(v.aval.shape) for v in eqn.invars if hasattr(v.aval, "shape")),
             is_mxu=node.kind == "mxu" or (node.kind == "kernel" and work > 0),
             group=group,
+            replicas=replicas,
         )
 
 

@@ -54,6 +54,7 @@ class Node:
         writes: bytes written, where it is not all of the results.
         trips: how often a loop goes round.
         shards: devices that run the bodies side by side, each on its part.
+        replicas: how many of them do the same, since no argument is split over them.
         alternatives: whether one of the bodies runs, rather than all.
         carried: number of values that a loop carries, and where they are among a body's arguments and results.
     """
@@ -74,6 +75,7 @@ class Node:
     bodies: list[Level] = field(default_factory=list)
     trips: int = 1
     shards: int = 1
+    replicas: int = 1
     alternatives: bool = False
     carried: tuple[int, int] | None = None
 
@@ -256,8 +258,12 @@ class _Walker:
     def _shard_map(self, node: Node, stack: str, within: str) -> None:
         p = node.eqn.params
         sizes = dict(p["mesh"].shape)
-        node.shards = math.prod(sizes[axis] for axis in p.get("manual_axes", sizes))
-        node.bodies = [self._inner(p["jaxpr"], node, stack, within)]
+        node.shards = math.prod(sizes[axis] for axis in p["newly_manual_axes"])
+        names = (n for spec in p["in_specs"] for part in spec for n in (part if isinstance(part, tuple) else (part,)))
+        node.replicas = math.prod(sizes[axis] for axis in p["newly_manual_axes"] - set(names))
+        whole = [v.aval.shape == a.aval.shape for v, a in zip(p["jaxpr"].invars, node.eqn.invars, strict=True)]
+        known = [v.known if same else None for v, same in zip(node.inputs, whole, strict=True)]
+        node.bodies = [self._inner(p["jaxpr"], node, stack, within, known)]
 
 
 _CONTROL = {
