@@ -90,6 +90,55 @@ def test_lines_and_what_is_not_a_module() -> None:
         read_hlo(["%a (x: f32[]) -> f32[] {"])
 
 
+VARIANTS = """HloModule m, is_scheduled=true, num_partitions=4
+%body (p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %p = (s32[], f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%p), index=1
+  %gs = (f32[8,128]{1,0:T(8,128)}, f32[32,128]{1,0:T(8,128)}) all-gather-start(%x), replica_groups={}, dimensions={0}
+  %g = f32[32,128]{1,0:T(8,128)} all-gather-done(%gs)
+  %rs = f32[8,128]{1,0:T(8,128)} all-reduce-start(%x), replica_groups=[2,2]<=[4], to_apply=%add
+  %r = f32[8,128]{1,0:T(8,128)} all-reduce-done(%rs)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %t = (s32[], f32[8,128]{1,0:T(8,128)}) tuple(%i, %r)
+}
+%c (p.1: (s32[], f32[8,128])) -> pred[] {
+  %p.1 = (s32[], f32[8,128]{1,0:T(8,128)}) parameter(0)
+  ROOT %q = pred[] custom-call(%p.1), custom_call_target="x"
+}
+%left (l: f32[8,128]) -> f32[8,128] {
+  %l = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %lr = f32[8,128]{1,0:T(8,128)} ragged-all-to-all(%l, %l, %l, %l, %l, %l), replica_groups={{0,1,2,3}}
+}
+%right (k: f32[8,128]) -> f32[8,128] {
+  ROOT %k = f32[8,128]{1,0:T(8,128)} parameter(0)
+}
+ENTRY %main (a: (s32[], f32[8,128]), b: s32[]) -> f32[8,128] {
+  %a = (s32[], f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %b = s32[] parameter(1)
+  %w.1 = (s32[], f32[8,128]{1,0:T(8,128)}) while(%a), condition=%c, body=%body, x={"known_trip_count":{"n":"7"}}
+  %w.2 = (s32[], f32[8,128]{1,0:T(8,128)}) while(%w.1), condition=%c, body=%body
+  %y = f32[8,128]{1,0:T(8,128)} get-tuple-element(%w.2), index=1
+  ROOT %z = f32[8,128]{1,0:T(8,128)} conditional(%b, %y, %y), branch_computations={%left, %right}
+}
+"""
+
+
+def test_variants() -> None:
+    """Asynchronous pairs, rounds that the text says or does not, and branches."""
+    hlo = read_hlo(VARIANTS.splitlines(keepends=True))
+    once = 8 * 128 * 4
+    found = [(c.kind, c.bytes, c.group_size, c.executions, c.asynchronous) for c in hlo.collectives]
+    assert sorted(found) == [
+        ("all-gather", 4 * once, 4, 1, True),
+        ("all-gather", 4 * once, 4, 7, True),
+        ("all-reduce", once, 2, 1, True),
+        ("all-reduce", once, 2, 7, True),
+        ("ragged-all-to-all", once, 4, 1, False),
+    ]
+    assert len(hlo.assumptions) == 2
+    assert "no bound" in " ".join(hlo.assumptions) and "conditional" in " ".join(hlo.assumptions)
+
+
 PROGRAM = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
