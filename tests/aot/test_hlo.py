@@ -90,6 +90,55 @@ def test_lines_and_what_is_not_a_module() -> None:
         read_hlo(["%a (x: f32[]) -> f32[] {"])
 
 
+VARIANTS = """HloModule m, is_scheduled=true, num_partitions=4
+%body (p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %p = (s32[], f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%p), index=1
+  %gs = (f32[8,128]{1,0:T(8,128)}, f32[32,128]{1,0:T(8,128)}) all-gather-start(%x), replica_groups={}, dimensions={0}
+  %g = f32[32,128]{1,0:T(8,128)} all-gather-done(%gs)
+  %rs = f32[8,128]{1,0:T(8,128)} all-reduce-start(%x), replica_groups=[2,2]<=[4], to_apply=%add
+  %r = f32[8,128]{1,0:T(8,128)} all-reduce-done(%rs)
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %t = (s32[], f32[8,128]{1,0:T(8,128)}) tuple(%i, %r)
+}
+%c (p.1: (s32[], f32[8,128])) -> pred[] {
+  %p.1 = (s32[], f32[8,128]{1,0:T(8,128)}) parameter(0)
+  ROOT %q = pred[] custom-call(%p.1), custom_call_target="x"
+}
+%left (l: f32[8,128]) -> f32[8,128] {
+  %l = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %lr = f32[8,128]{1,0:T(8,128)} ragged-all-to-all(%l, %l, %l, %l, %l, %l), replica_groups={{0,1,2,3}}
+}
+%right (k: f32[8,128]) -> f32[8,128] {
+  ROOT %k = f32[8,128]{1,0:T(8,128)} parameter(0)
+}
+ENTRY %main (a: (s32[], f32[8,128]), b: s32[]) -> f32[8,128] {
+  %a = (s32[], f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %b = s32[] parameter(1)
+  %w.1 = (s32[], f32[8,128]{1,0:T(8,128)}) while(%a), condition=%c, body=%body, x={"known_trip_count":{"n":"7"}}
+  %w.2 = (s32[], f32[8,128]{1,0:T(8,128)}) while(%w.1), condition=%c, body=%body
+  %y = f32[8,128]{1,0:T(8,128)} get-tuple-element(%w.2), index=1
+  ROOT %z = f32[8,128]{1,0:T(8,128)} conditional(%b, %y, %y), branch_computations={%left, %right}
+}
+"""
+
+
+def test_variants() -> None:
+    """Asynchronous pairs, rounds that the text says or does not, and branches."""
+    hlo = read_hlo(VARIANTS.splitlines(keepends=True))
+    once = 8 * 128 * 4
+    found = [(c.kind, c.bytes, c.group_size, c.executions, c.asynchronous) for c in hlo.collectives]
+    assert sorted(found) == [
+        ("all-gather", 4 * once, 4, 1, True),
+        ("all-gather", 4 * once, 4, 7, True),
+        ("all-reduce", once, 2, 1, True),
+        ("all-reduce", once, 2, 7, True),
+        ("ragged-all-to-all", once, 4, 1, False),
+    ]
+    assert len(hlo.assumptions) == 2
+    assert "no bound" in " ".join(hlo.assumptions) and "conditional" in " ".join(hlo.assumptions)
+
+
 PROGRAM = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
@@ -161,3 +210,42 @@ def test_compiled(compiled: dict[str, Hlo], name: str) -> None:
     assert {c.scope for c in exchanged} == {"model/moe"}
     assert {(c.bytes, c.group_size, c.executions) for c in exchanged} == {(activations, data, 1)}
     assert hlo.layout_copies and sum(m.bytes for m in hlo.memory) > activations  # little: vector memory holds most
+
+
+COUNTED = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from torchtpu.aot.count import count
+
+D, F = 2048, 8192
+device = topologies.get_topology_desc(platform="tpu", topology_name="v6e:1x1").devices[0]
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=SingleDeviceSharding(device))
+
+def loss(w, x):
+    y = x.astype(jnp.float32)
+    x = (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True))).astype(x.dtype)
+    x = x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+    return jax.nn.log_softmax((x @ w["head"]).astype(jnp.float32), -1)[..., 0].mean()
+
+weights = {"gate": struct(D, F), "up": struct(D, F), "down": struct(F, D), "head": struct(D, 8 * D)}
+traced = jax.jit(loss).trace(weights, struct(8192, D))
+done = traced.lower().compile(compiler_options={"xla_dump_to": sys.argv[1], "xla_dump_hlo_as_text": True})
+counts = count(traced.jaxpr)
+print(json.dumps({"flops": done.cost_analysis()["flops"], "counted": counts.flops(), "bytes": counts.bytes()}))
+"""
+
+
+@pytest.mark.skipif(libtpu_missing() is not None, reason=libtpu_missing() or "")
+def test_counts_agree_with_the_compiler(tmp_path: Path) -> None:
+    """Of a layer without loops on one device: FLOPs within 5 %, bytes of the model of fusion within half."""
+    command = [sys.executable, "-c", COUNTED, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **_ENVIRONMENT}, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["counted"] == pytest.approx(found["flops"], rel=0.05)
+    hlo = read_hlo(next(tmp_path.glob("*after_optimizations.txt")))
+    assert found["bytes"] == pytest.approx(sum(m.bytes for m in hlo.memory), rel=0.5)

@@ -62,6 +62,14 @@ def test_devices_of_a_chip_and_latency() -> None:
     assert torus.route("all-reduce", 4, groups(topology, 0, 1, 2)).seconds == 3 * 2 * LATENCY
 
 
+def test_published_measurements() -> None:
+    """Estimates are below the times that "How to Scale Your Model" shows for v5e, by no more than a factor of three."""
+    topology = Topology.parse("v5e:4x8")
+    torus, line = Torus(topology), groups(topology, 0)
+    for size, measured in ((2048 * 8192 * 2, 680e-6), (256 * 256 * 2, 8e-6)):
+        assert measured / 3 < torus.route("all-gather", size, line).seconds < measured
+
+
 def test_groups_that_share_links() -> None:
     """Every other chip of a ring has half of each link; chips that are no box are priced as a line."""
     topology = Topology.parse("v6e:16x16")

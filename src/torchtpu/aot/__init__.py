@@ -6,6 +6,9 @@ Example::
     assert result.ok, result.message
 
 ``Compiler`` is the same for StableHLO text, with a life time of its own.
+
+How fast a program could be is told by ``count.count`` (operations and bytes of a jaxpr), ``hlo.read_hlo`` (what the
+compiler made of it), ``chips.CHIPS`` with ``Topology`` (the machine) and ``roofline.predict`` (the three together).
 """
 
 from torchtpu.aot.compile import Compiler, Result, compile_for, lower_for_tpu

@@ -140,7 +140,7 @@ class Hlo:
         name: of the module.
         partitions: devices it is for.
         collectives: in the order of the text.
-        layout_copies: copies of arrays in HBM, those that move most first.
+        layout_copies: copies of all kinds, in HBM and vector memory, those that move most first.
         padding: arrays from 1 MiB that are padded, those that waste most first.
         memory: traffic with HBM by scope and phase, as far as instructions say where they come from.
         loops: rounds of each loop, by the name of its body.
@@ -274,7 +274,7 @@ class _Reader:
             operand = _OPERAND.search(rest)
             read = self.traffic.types.get(operand[1], "") if operand else ""
             at.copies.append(
-                {"fusion": at.callees[-1] if at.callees else "", **_moved(name, opcode, read, kind, op_name)}
+                {"fusion": at.callees[-1] if at.callees else "", **_moved(name, "copy", read, kind, op_name)}
             )
 
     def _collective(self, at: _Computation, name: str, opcode: str, kind: str, rest: str, op_name: str) -> None:
@@ -401,6 +401,8 @@ class _Reader:
             if inner is None or inner.computes or not inner.copies or inner.callees:
                 return
             values["opcode"] = inner.copies[-1]["opcode"]
+            if values["opcode"] != "copy":
+                values["kind"] = "layout"
         scope, phase = _scope(values.pop("source"))
         if values["bytes"]:
             self.hlo.layout_copies.append(Copy(**values, executions=executions, scope=scope, phase=phase))

@@ -155,7 +155,7 @@ def predict(
     mxu, hbm = sum(x.mxu_seconds for x in scopes), sum(x.hbm_seconds for x in scopes)
     compute, ici = sum(x.seconds for x in scopes), sum(x.seconds for x in times)
     serial, overlapped = compute + ici, max(compute, ici)
-    model = counts.mxu_flops("forward", "backward") if model_flops is None else model_flops
+    model = counts.model_flops() if model_flops is None else model_flops
     if model_flops is None:
         assumptions.append("Model FLOPs are the products of the forward and backward pass, as counted.")
     by_memory = sum(x.seconds for x in scopes if x.hbm_seconds > x.mxu_seconds)

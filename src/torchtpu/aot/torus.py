@@ -10,7 +10,9 @@ The bandwidths are those of ``chips``; every formula takes all groups of the col
 
 A group that skips chips of a dimension shares its links with the groups in between. The devices of one chip share the
 chip's links, and exchange among themselves at no cost. No collective takes less than a microsecond for each hop of its
-longest way (https://jax-ml.github.io/scaling-book/sharding has the formulas of rings and this latency).
+longest way. https://jax-ml.github.io/scaling-book/sharding has the formulas of rings and this latency, and shows how
+far from the links' rates real times are: gathering 33.6 MB over a line of 4 chips of v5e took 680 us, where this gives
+503, and 128 kB took 8 us, where this gives 3.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ _CALLS = {
     **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "xla_call"), "call_jaxpr"),
 }
 _KNOWN_UP_TO = 1 << 22  # elements of a constant whose value is kept
-_BROADCAST = 16  # a value so many times as large as what it is made from is made where it is needed
 
 
 class Value:
@@ -53,9 +52,9 @@ class Node:
         kind: as ``costs.kind`` has it, or ``"kernel"`` or ``"control"``.
         reads: bytes read of an argument, by position, where it is not all of it.
         writes: bytes written, where it is not all of the results.
-        partial: whether it reads a part of its argument, which others do not share.
         trips: how often a loop goes round.
         shards: devices that run the bodies side by side, each on its part.
+        replicas: how many of them do the same, since no argument is split over them.
         alternatives: whether one of the bodies runs, rather than all.
         carried: number of values that a loop carries, and where they are among a body's arguments and results.
     """
@@ -69,7 +68,6 @@ class Node:
     outputs: list[Value] = field(default_factory=list)
     reads: dict[int, int] = field(default_factory=dict)
     writes: int | None = None
-    partial: bool = False
     name: str = ""
     kernel_flops: float = 0.0
     kernel_bytes: tuple[int, int] | None = None
@@ -77,6 +75,7 @@ class Node:
     bodies: list[Level] = field(default_factory=list)
     trips: int = 1
     shards: int = 1
+    replicas: int = 1
     alternatives: bool = False
     carried: tuple[int, int] | None = None
 
@@ -259,8 +258,12 @@ class _Walker:
     def _shard_map(self, node: Node, stack: str, within: str) -> None:
         p = node.eqn.params
         sizes = dict(p["mesh"].shape)
-        node.shards = math.prod(sizes[axis] for axis in p.get("manual_axes", sizes))
-        node.bodies = [self._inner(p["jaxpr"], node, stack, within)]
+        node.shards = math.prod(sizes[axis] for axis in p["newly_manual_axes"])
+        names = (n for spec in p["in_specs"] for part in spec for n in (part if isinstance(part, tuple) else (part,)))
+        node.replicas = math.prod(sizes[axis] for axis in p["newly_manual_axes"] - set(names))
+        whole = [v.aval.shape == a.aval.shape for v, a in zip(p["jaxpr"].invars, node.eqn.invars, strict=True)]
+        known = [v.known if same else None for v, same in zip(node.inputs, whole, strict=True)]
+        node.bodies = [self._inner(p["jaxpr"], node, stack, within, known)]
 
 
 _CONTROL = {
@@ -281,20 +284,16 @@ def _views(node: Node) -> None:
                 output.free = True
             else:
                 output.root, output.known = source.root, source.known if output.bytes == source.bytes else None
-    elif node.kind == "fused":
-        largest = max((v.root.bytes for v in node.inputs if not v.root.free), default=0)
+    elif node.kind == "fused" and all(v.root.free for v in node.inputs):
         for output in node.outputs:
-            output.free = largest * _BROADCAST <= output.bytes
+            output.free = True
     if name in ("slice", "dynamic_slice", "gather", "split"):
-        node.partial, node.reads = True, {0: sum(v.bytes for v in node.outputs)}
+        node.reads = {0: sum(v.bytes for v in node.outputs)}
     elif name == "dynamic_update_slice":
         node.reads, node.writes = {0: 0}, node.inputs[1].bytes
     elif name.startswith("scatter"):
         node.writes = node.inputs[2].bytes
         node.reads = {0: 0 if name == "scatter" else node.writes}
-    elif name == "iota":
-        for output in node.outputs:
-            output.free = True
 
 
 def _kept(value: Any) -> np.ndarray | None:
