@@ -140,6 +140,33 @@ def test_a_wrong_lowering_is_named(broken: Any) -> None:
     assert "WRONG: the error first grows beyond rounding in blocks.0 (Faulty)" in parity.text()
 
 
+def test_wrong_attention_is_named(broken: Any) -> None:
+    """PyTorch CPU and the device have an operator each for it."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x[:, None]
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.attention = torch.nn.Linear(37, 37), Attention()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return (self.attention(self.first(x)),)
+
+    source = Of(Model, 37)
+    assert compare(source, kind="train", seq=6, dtypes=(F32,)).ok
+    broken(
+        "_scaled_dot_product_fused_attention_overrideable.default",
+        lambda results: (results[0] * 1.001, *results[1:]),
+    )
+    culprit = compare(source, kind="infer", seq=7, dtypes=(F32,)).runs[0].culprit
+    assert culprit is not None and culprit.module == "attention"
+    assert culprit.operator.startswith("aten._scaled_dot_product_flash_attention_for_cpu.default float32[2, 1, 7, 37]")
+
+
 def test_an_integer_result_that_is_wrong(broken: Any) -> None:
     class Chooses(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
@@ -285,7 +312,7 @@ def test_a_model_without_a_wider_dtype() -> None:
 
 
 def test_unknown_dtype() -> None:
-    with pytest.raises(ValueError, match="compares float32, bfloat16 and float16: got torch.int32"):
+    with pytest.raises(ValueError, match=r"compares float32, bfloat16 and float16: got torch\.int32"):
         compare(Of(Two, Block.width), dtypes=(torch.int32,))
 
 
@@ -317,7 +344,9 @@ def test_structure_is_copied() -> None:
     assert len(tensors(value)) == 1
 
 
-@pytest.mark.parametrize("sizes", [((8, 5), (3, 5, 4)), ((3, 6, 5), (5, 8)), ((6, 8), (8, 4)), ((3, 2, 5), (3, 5, 4))])
+@pytest.mark.parametrize(
+    "sizes", [((8, 8), (3, 8, 16)), ((3, 16, 8), (8, 8)), ((8, 8), (8, 8)), ((3, 2, 8), (3, 8, 16))]
+)
 def test_grouped_products_as_pytorch_has_them(sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     a, b = (torch.randn(size).to(BF16) for size in sizes)
     offs = None if len(sizes[0]) == len(sizes[1]) == 3 else torch.tensor([2, 4, 8], dtype=torch.int32)

@@ -11,7 +11,7 @@ import torch
 
 from torchtpu.aot.parity import record
 from torchtpu.aot.parity.measure import Error, compare_all, explained, measure, unit
-from torchtpu.aot.parity.operators import Operator, Replay, Trace, first_difference, line_of
+from torchtpu.aot.parity.operators import Draws, Operator, Replay, Trace, first_difference, line_of
 from torchtpu.aot.parity.record import Call, Record
 from torchtpu.aot.parity.reference import Wider
 from torchtpu.aot.parity.report import Culprit, ModuleRow, Parity, Run, TensorRow
@@ -113,7 +113,18 @@ def _compare(models: _Models, inputs: dict[str, Any], loss: Callable[[Any], torc
         return record.cast(inputs, device, to, dtype)
 
     run = Run(_name(dtype), f"{_name(wider)} on the CPU")
-    cpu = record.run(models.cpu, given("cpu", dtype), loss)
+    cpu = Record()
+    draws = Draws(lambda: cpu.running[-1] if cpu.running else None)
+    record.run(models.cpu, given("cpu", dtype), loss, cpu, draws)
+    if draws.drawn:
+        call, operator = draws.drawn[0]
+        run.culprit = Culprit(
+            _title(call) if call else "the backward pass",
+            call.kind if call else "after the forward",
+            f"{operator.name} {operator.operands}",
+            operator.line,
+            "it draws random numbers, which differ between devices: what follows cannot be compared",
+        )
     try:
         assert models.wide is not None
         with Wider():
@@ -217,10 +228,8 @@ def _examine(models: _Models, call: Call, gradients: list[torch.Tensor | None] |
     """Name the operator that makes a module wrong."""
     place = next(iter(models.device.parameters())).device
     with torch.autograd.set_detect_anomaly(gradients is not None, check_nan=False):
-        with Replay(place) as replay:
-            record.run_call(models.cpu, call, gradients)
-        with Trace() as trace:
-            record.run_call(models.device, call, gradients)
+        record.run_call(models.cpu, call, gradients, replay := Replay(place))
+        record.run_call(models.device, call, gradients, trace := Trace())
     explanation, found = _explain(models, call, gradients, replay, trace)
     operator = f"{found.name} {found.operands}" if found else ""
     line = found.line if found else ""
@@ -234,9 +243,6 @@ def _explain(
     if wrong is not None:
         what = wrong.device.note or f"a relative error of {wrong.device.relative:.1e}"
         return f"with the CPU's operands the device has {what} where the CPU has {wrong.cpu.relative:.1e}", wrong
-    random = next((x for x in replay.operators if x.random), None)
-    if random is not None:
-        return "it draws random numbers, which differ between devices: they cannot be compared", random
     other = first_difference(replay.operators, trace.operators)
     if other is not None:
         on_cpu, on_device = other
