@@ -260,6 +260,37 @@ def test_a_wrong_backward_is_named(broken: Any) -> None:
     assert "the backward of curve (Curve)" in parity.text()
 
 
+def test_a_wrong_loss_is_named(broken: Any) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(47, 47)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return (self.first(x),)
+
+    broken("mean.default", lambda y: y * 1.01)
+    (run,) = compare(Of(Model, 47), kind="train", seq=3, dtypes=(F32,)).runs
+    assert run.culprit is not None and run.culprit.module == "the loss"
+    assert run.culprit.explanation == "the model's outputs are right, and the loss is not"
+
+
+def test_rounding_that_is_magnified_is_no_fault() -> None:
+    """A choice between near equals differs by device, and each operator is right."""
+
+    class Chaos(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(51, 51), torch.nn.Linear(51, 51)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.first(x) * 1e7  # an error of rounding is now a whole turn
+            return (self.last(x - x.round()),)
+
+    parity = compare(Of(Chaos, 51), kind="train", seq=3, dtypes=(F32,))
+    assert parity.ok, parity.text()
+
+
 def test_random_numbers_cannot_be_compared() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:

@@ -151,7 +151,7 @@ class Replay(Trace):
     ) -> list[torch.Tensor]:
         """The results in a wider dtype; the CPU's own where the operator has none."""
         try:
-            with Wider():
+            with Wider(_WIDER[dtype]):
                 wide = tensors(_call(function, args, kwargs, torch.device("cpu"), {dtype: _WIDER[dtype]}))
         except (RuntimeError, NotImplementedError):
             return expected
