@@ -260,6 +260,25 @@ def test_a_wrong_backward_is_named(broken: Any) -> None:
     assert "the backward of curve (Curve)" in parity.text()
 
 
+def test_a_wrong_backward_in_bfloat16(broken: Any) -> None:
+    """Of a module whose inputs are integers: nothing but its output and gradient tells its dtype."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = torch.nn.Embedding(2, 39), torch.nn.Linear(39, 39)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return (self.last(self.table((x > 0).long())),)
+
+    source = Of(Model, 13)
+    assert compare(source, kind="train", seq=3).ok
+    broken("embedding_dense_backward.default", lambda y: y * 1.5)
+    for run in compare(source, kind="train", seq=5).runs:
+        assert run.culprit is not None and run.culprit.module == "table" and run.culprit.backward
+        assert run.culprit.operator.startswith("aten.embedding_dense_backward.default")
+
+
 def test_a_wrong_loss_is_named(broken: Any) -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -253,7 +254,10 @@ def _right_by_itself(models: _Models, call: Call, gradients: list[torch.Tensor |
 def _examine(models: _Models, call: Call, gradients: list[torch.Tensor | None] | None) -> Culprit | None:
     """Name the operator that makes a module wrong; None if none does, and rounding is magnified inside the module."""
     place = next(iter(models.device.parameters())).device
-    with torch.autograd.set_detect_anomaly(gradients is not None, check_nan=False):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")  # on purpose: it keeps source lines
+        anomaly = torch.autograd.set_detect_anomaly(gradients is not None, check_nan=False)
+    with anomaly:
         record.run_call(models.cpu, call, gradients, replay := Replay(place))
         record.run_call(models.device, call, gradients, trace := Trace())
     explained_by = _explain(models, call, gradients, replay, trace)

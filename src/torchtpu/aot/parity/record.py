@@ -126,7 +126,7 @@ def run_call(
     wanted = [*leaves, *(p for p in module.parameters() if p.requires_grad)]
     with watching:
         outputs = tensors(module(*args, **kwargs))
-        pairs = [(x, g) for x, g in zip(outputs, given, strict=True) if g is not None and x.requires_grad]
+        pairs = [(x, g.to(x.dtype)) for x, g in zip(outputs, given, strict=True) if g is not None and x.requires_grad]
         if not pairs:
             return []
         found = torch.autograd.grad([x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
