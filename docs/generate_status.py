@@ -27,7 +27,7 @@ AREAS = {
     "eager": "views, in-place and out= variants, modes, fusion, errors, files, threads",
     "device": "`torch.tpu`, `torch.accelerator`, devices, memory, random numbers, processes",
     "conformance": "a fixed slice of PyTorch's operator database on the device",
-    "aot": "compiles for a TPU topology without one; models compared with PyTorch CPU, faults put in and found",
+    "aot": "compiles for a TPU topology on a machine without one",
     "zoo": "models by name: published parameter counts, small variants that run, factories and configurations",
     "compile": "`torchtpu.explain`, the logger and structured traces",
     "export": "packages: saved, damaged, loaded without the model's code, run in plain JAX; torch.export",

@@ -16,6 +16,7 @@ from torchtpu.aot.parity.operators import Draws, Operator, Replay, Trace, first_
 from torchtpu.aot.parity.record import Call, Record
 from torchtpu.aot.parity.reference import Wider, widen
 from torchtpu.aot.parity.report import Culprit, ModuleRow, Parity, Run, TensorRow
+from torchtpu.eager.cache import RecompileWarning
 
 if TYPE_CHECKING:
     from torchtpu.zoo import ModelSource
@@ -94,7 +95,9 @@ def compare(
             raise ValueError(f"parity compares float32, bfloat16 and float16: got {dtype}")
         models = _Models(source, dtype, seed, torch.device(device))
         inputs = source.example_inputs(kind, batch, seq, "cpu", dtype)
-        runs.append(_compare(models, inputs, source.loss if kind == "train" else None))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecompileWarning)  # every dtype and every module is a program of its own
+            runs.append(_compare(models, inputs, source.loss if kind == "train" else None))
     return Parity(source.name, kind, batch, seq, runs)
 
 
