@@ -28,6 +28,7 @@ AREAS = {
     "device": "`torch.tpu`, `torch.accelerator`, devices, memory, random numbers, processes",
     "conformance": "a fixed slice of PyTorch's operator database on the device",
     "aot": "compiles for a TPU topology on a machine without one",
+    "zoo": "models by name: published parameter counts, small variants that run, factories and configurations",
     "compile": "`torchtpu.explain`, the logger and structured traces",
     "export": "packages: saved, damaged, loaded without the model's code, run in plain JAX; torch.export",
     "models": "whole models: forward, gradients, optimizer steps",

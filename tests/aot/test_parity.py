@@ -140,6 +140,33 @@ def test_a_wrong_lowering_is_named(broken: Any) -> None:
     assert "WRONG: the error first grows beyond rounding in blocks.0 (Faulty)" in parity.text()
 
 
+def test_wrong_attention_is_named(broken: Any) -> None:
+    """PyTorch CPU and the device have an operator each for it."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x[:, None]
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.attention = torch.nn.Linear(37, 37), Attention()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return (self.attention(self.first(x)),)
+
+    source = Of(Model, 37)
+    assert compare(source, kind="train", seq=6, dtypes=(F32,)).ok
+    broken(
+        "_scaled_dot_product_fused_attention_overrideable.default",
+        lambda results: (results[0] * 1.001, *results[1:]),
+    )
+    culprit = compare(source, kind="infer", seq=7, dtypes=(F32,)).runs[0].culprit
+    assert culprit is not None and culprit.module == "attention"
+    assert culprit.operator.startswith("aten._scaled_dot_product_flash_attention_for_cpu.default float32[2, 1, 7, 37]")
+
+
 def test_an_integer_result_that_is_wrong(broken: Any) -> None:
     class Chooses(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
@@ -233,6 +260,56 @@ def test_a_wrong_backward_is_named(broken: Any) -> None:
     assert "the backward of curve (Curve)" in parity.text()
 
 
+def test_a_wrong_backward_in_bfloat16(broken: Any) -> None:
+    """Of a module whose inputs are integers: nothing but its output and gradient tells its dtype."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = torch.nn.Embedding(2, 39), torch.nn.Linear(39, 39)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return (self.last(self.table((x > 0).long())),)
+
+    source = Of(Model, 13)
+    assert compare(source, kind="train", seq=3).ok
+    broken("embedding_dense_backward.default", lambda y: y * 1.5)
+    for run in compare(source, kind="train", seq=5).runs:
+        assert run.culprit is not None and run.culprit.module == "table" and run.culprit.backward
+        assert run.culprit.operator.startswith("aten.embedding_dense_backward.default")
+
+
+def test_a_wrong_loss_is_named(broken: Any) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(47, 47)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return (self.first(x),)
+
+    broken("mean.default", lambda y: y * 1.01)
+    (run,) = compare(Of(Model, 47), kind="train", seq=3, dtypes=(F32,)).runs
+    assert run.culprit is not None and run.culprit.module == "the loss"
+    assert run.culprit.explanation == "the model's outputs are right, and the loss is not"
+
+
+def test_rounding_that_is_magnified_is_no_fault() -> None:
+    """A choice between near equals differs by device, and each operator is right."""
+
+    class Chaos(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(51, 51), torch.nn.Linear(51, 51)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.first(x) * 1e7  # an error of rounding is now a whole turn
+            return (self.last(x - x.round()),)
+
+    parity = compare(Of(Chaos, 51), kind="train", seq=3, dtypes=(F32,))
+    assert parity.ok, parity.text()
+
+
 def test_random_numbers_cannot_be_compared() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -285,7 +362,7 @@ def test_a_model_without_a_wider_dtype() -> None:
 
 
 def test_unknown_dtype() -> None:
-    with pytest.raises(ValueError, match="compares float32, bfloat16 and float16: got torch.int32"):
+    with pytest.raises(ValueError, match=r"compares float32, bfloat16 and float16: got torch\.int32"):
         compare(Of(Two, Block.width), dtypes=(torch.int32,))
 
 
@@ -317,7 +394,9 @@ def test_structure_is_copied() -> None:
     assert len(tensors(value)) == 1
 
 
-@pytest.mark.parametrize("sizes", [((8, 5), (3, 5, 4)), ((3, 6, 5), (5, 8)), ((6, 8), (8, 4)), ((3, 2, 5), (3, 5, 4))])
+@pytest.mark.parametrize(
+    "sizes", [((8, 8), (3, 8, 16)), ((3, 16, 8), (8, 8)), ((8, 8), (8, 8)), ((3, 2, 8), (3, 8, 16))]
+)
 def test_grouped_products_as_pytorch_has_them(sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     a, b = (torch.randn(size).to(BF16) for size in sizes)
     offs = None if len(sizes[0]) == len(sizes[1]) == 3 else torch.tensor([2, 4, 8], dtype=torch.int32)

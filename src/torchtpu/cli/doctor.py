@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 import torchtpu
+from torchtpu.cli import diagnosis
+from torchtpu.cli.diagnosis import Problem
 from torchtpu.cli.variables import VARIABLES
 from torchtpu_cli import versions
 
@@ -36,36 +38,34 @@ def add_command(commands: Any) -> None:
         "and say what is wrong and what to do. Exit status 1 if something is broken.",
     )
     command.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    command.add_argument("--no-compile", action="store_true", help="do not try libtpu's compiler, which takes seconds")
     command.set_defaults(run=run)
-
-
-@dataclasses.dataclass
-class Problem:
-    """Something that is not as it should be.
-
-    Attributes:
-        what: the fact.
-        remedy: what to do about it.
-        broken: whether the device cannot be used because of it; otherwise it is advice.
-    """
-
-    what: str
-    remedy: str
-    broken: bool
 
 
 def run(options: argparse.Namespace) -> int:
     """The command."""
-    report = examine()
+    report = examine(compile=not options.no_compile)
     print(json.dumps(report, indent=2) if options.json else _text(report))
     return 1 if any(problem["broken"] for problem in report["problems"]) else 0
 
 
-def examine() -> dict[str, Any]:
-    """Everything the command shows, as plain data."""
-    problems: list[Problem] = []
+def examine(compile: bool = True, root: str | Path = "/") -> dict[str, Any]:
+    """Everything the command shows, as plain data.
+
+    Args:
+        compile: try libtpu's compiler.
+        root: where ``dev``, ``proc``, ``sys`` and ``tmp`` are; other than "/" in tests.
+    """
+    found = versions() | {"torchtpu": torchtpu.__version__}
+    problems = diagnosis.misfits(found)
+    fit = not problems
+    access = diagnosis.access(root)
+    wanted = os.environ.get("TORCHTPU_PLATFORM") != "cpu"
+    problems += [dataclasses.replace(p, broken=p.broken and wanted) for p in diagnosis.obstacles(access, root)]
     report: dict[str, Any] = {
-        "versions": versions() | {"torchtpu": torchtpu.__version__},
+        "versions": found,
+        "versions_fit": fit,
+        "access": dataclasses.asdict(access),
         "system": f"{platform.platform()}, {os.cpu_count()} CPU cores",
         "extension": _extension(),
         "autoload": _autoload(problems),
@@ -80,6 +80,8 @@ def examine() -> dict[str, Any]:
         except Exception as error:  # whatever it is, it is what the user came for
             problems.append(Problem(f"{_STEPS[name]}: {type(error).__name__}: {error}", _remedy(error), broken=True))
             break
+    report["cache"] = diagnosis.caches(problems)
+    report["compiler"] = diagnosis.compiler(problems) if compile else {"status": "skipped"}
     report["environment"] = {
         v.name: {"value": os.environ.get(v.name), "default": v.default, "meaning": v.meaning} for v in VARIABLES
     }
@@ -144,7 +146,8 @@ def _platform(problems: list[Problem]) -> dict[str, Any]:
     elif chosen == "tpu":
         why = f"{len(chips)} TPU chip(s) attached and libtpu installed"
     elif not chips:
-        why = "no TPU chip attached"
+        on_bus = len(hardware.pci_chips())
+        why = f"{on_bus} TPU chip(s) on the PCI bus cannot be reached" if on_bus else "no TPU chip on the PCI bus"
     elif not libtpu:
         why = f"{len(chips)} TPU chip(s) attached, but libtpu is not installed"
         problems.append(
@@ -227,6 +230,7 @@ def _text(report: dict[str, Any]) -> str:
     lines += [f"  {name:<14}{version or 'not installed'}" for name, version in report["versions"].items()]
     lines += [
         f"  {'system':<14}{report['system']}",
+        f"  {'fit together':<14}{'yes' if report['versions_fit'] else 'no: see problems'}",
         f"  {'C++ extension':<14}{state}: {_home(extension['path'])}",
         f"  {'import torch':<14}{registers} the device by itself",
     ]
@@ -245,11 +249,17 @@ def _text(report: dict[str, Any]) -> str:
             f"  matmul, softmax, backward, int64: largest difference from PyTorch CPU {check['difference']:.1e}"
         )
         lines.append(f"  operators that ran on the CPU: {fallbacks}")
+    lines += _access_lines(report["access"])
+    lines += ["", "compiling", f"  {_compiler_line(report['compiler'])}", f"  {_cache_line(report['cache'])}"]
     lines += ["", "environment"]
+    unset = []
     for name, variable in report["environment"].items():
-        value = variable["value"]
-        lines.append(f"  {name} {'= ' + value if value is not None else 'not set: ' + variable['default']}")
-        lines.append(textwrap.indent(textwrap.fill(variable["meaning"].replace("`", ""), 100), " " * 6))
+        if variable["value"] is None:
+            unset.append(f"{name} ({variable['default']})")
+        else:
+            lines.append(f"  {name} = {variable['value']}")
+    if unset:
+        lines += textwrap.wrap("not set: " + ", ".join(unset), 118, initial_indent="  ", subsequent_indent=" " * 11)
     lines += ["", "problems"]
     for problem in report["problems"]:
         lines.append(
@@ -258,6 +268,40 @@ def _text(report: dict[str, Any]) -> str:
     if not report["problems"]:
         lines.append("  none")
     return "\n".join(lines)
+
+
+def _access_lines(access: dict[str, Any]) -> list[str]:
+    """A line on the chips, if there are any."""
+    if not access["chips"] and not access["nodes"]:
+        return []
+    chips = f"{len(access['chips'])} ({', '.join(sorted(set(access['chips'])))})" if access["chips"] else "none"
+    nodes = ", ".join(access["nodes"]) or "none"
+    where = f", in a container ({access['container']})" if access["container"] else ""
+    return [f"  TPU chips on the PCI bus: {chips}; device files: {nodes}{where}; libtpu's lock: {access['lock']}"]
+
+
+def _compiler_line(compiler: dict[str, Any]) -> str:
+    """Whether programs can be compiled for a TPU that is not there."""
+    status = compiler["status"]
+    if status == "absent":
+        return f"ahead of time: no; {compiler['message']}"
+    if status == "skipped":
+        return "ahead of time: not tried (--no-compile)"
+    if status == "ok":
+        return (
+            f"ahead of time: libtpu compiled a matrix product for {compiler['topology']} in {compiler['seconds']:.1f} s"
+        )
+    return f"ahead of time: fails ({status})"
+
+
+def _cache_line(cache: dict[str, Any]) -> str:
+    """What is kept on disk."""
+    limit = cache["limit_bytes"]
+    bound = "" if limit is None else f" of {limit / 2**20:.0f}" if limit else ", and none are kept from now on"
+    return (
+        f"on disk: {cache['programs']} compiled programs, {cache['program_bytes'] / 2**20:.1f}{bound} MiB; "
+        f"{cache['extensions']} extensions, {cache['extension_bytes'] / 2**20:.1f} MiB, in {_home(cache['folder'])}"
+    )
 
 
 def _home(path: str) -> str:

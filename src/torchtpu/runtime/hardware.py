@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 GOOGLE_VENDOR = "0x1ae0"
@@ -19,24 +20,47 @@ TPU_CHIPS = {
 }
 
 
+@dataclass(frozen=True)
+class Chip:
+    """A TPU chip on the PCI bus.
+
+    Attributes:
+        address: such as ``"0000:00:04.0"``.
+        device: its PCI device id, a key of ``TPU_CHIPS``.
+        driver: the kernel driver it is bound to; None if there is none.
+    """
+
+    address: str
+    device: str
+    driver: str | None
+
+
+def device_nodes(root: str | Path = "/") -> list[Path]:
+    """The files through which a process reaches TPU chips, as this machine or container has them."""
+    dev = Path(root) / "dev"
+    return sorted([*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")])
+
+
+def pci_chips(root: str | Path = "/") -> list[Chip]:
+    """The TPU chips on the PCI bus, whether or not they can be reached: a container sees its host's bus."""
+    found = []
+    for vendor in sorted((Path(root) / "sys/bus/pci/devices").glob("*/vendor")):
+        folder = vendor.parent
+        if _read(vendor) == GOOGLE_VENDOR and (device := _read(folder / "device")) in TPU_CHIPS:
+            driver = folder / "driver"
+            found.append(Chip(folder.name, device, os.readlink(driver).split("/")[-1] if driver.is_symlink() else None))
+    return found
+
+
 def tpu_chips(root: str | Path = "/") -> list[str]:
     """PCI device ids of the TPU chips attached to this machine; empty if there is none.
 
     Args:
         root: where ``dev`` and ``sys`` are; other than "/" in tests.
     """
-    root = Path(root)
-    dev = root / "dev"
-    nodes = [*dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")]
-    if not nodes:  # what nearly every machine is: do not walk sysfs
+    if not device_nodes(root):  # what nearly every machine is: do not walk sysfs
         return []
-    found = []
-    for vendor in (root / "sys/bus/pci/devices").glob("*/vendor"):
-        if _read(vendor) == GOOGLE_VENDOR:
-            device = _read(vendor.parent / "device")
-            if device in TPU_CHIPS:
-                found.append(device)
-    return found
+    return [chip.device for chip in pci_chips(root)]
 
 
 def tpu_devices(root: str | Path = "/") -> int:

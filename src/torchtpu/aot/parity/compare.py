@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,11 @@ import torch
 
 from torchtpu.aot.parity import record
 from torchtpu.aot.parity.measure import Error, compare_all, explained, measure, unit
-from torchtpu.aot.parity.operators import Operator, Replay, Trace, first_difference, line_of
+from torchtpu.aot.parity.operators import Draws, Operator, Replay, Trace, first_difference, line_of
 from torchtpu.aot.parity.record import Call, Record
-from torchtpu.aot.parity.reference import Wider
+from torchtpu.aot.parity.reference import Wider, widen
 from torchtpu.aot.parity.report import Culprit, ModuleRow, Parity, Run, TensorRow
+from torchtpu.eager.cache import RecompileWarning
 
 if TYPE_CHECKING:
     from torchtpu.zoo import ModelSource
@@ -45,6 +47,8 @@ class _Models:
         self.dtype = dtype
         self.cpu = _like(base, source, dtype, seed)
         self.wide = _like(self.cpu, source, _REFERENCE[dtype], seed)
+        if _REFERENCE[dtype] == torch.float64:
+            widen(self.wide)
         self.device = copy.deepcopy(self.cpu).to(device)
 
     def own(self, error: Error) -> Error:
@@ -91,7 +95,9 @@ def compare(
             raise ValueError(f"parity compares float32, bfloat16 and float16: got {dtype}")
         models = _Models(source, dtype, seed, torch.device(device))
         inputs = source.example_inputs(kind, batch, seq, "cpu", dtype)
-        runs.append(_compare(models, inputs, source.loss if kind == "train" else None))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecompileWarning)  # every dtype and every module is a program of its own
+            runs.append(_compare(models, inputs, source.loss if kind == "train" else None))
     return Parity(source.name, kind, batch, seq, runs)
 
 
@@ -113,10 +119,21 @@ def _compare(models: _Models, inputs: dict[str, Any], loss: Callable[[Any], torc
         return record.cast(inputs, device, to, dtype)
 
     run = Run(_name(dtype), f"{_name(wider)} on the CPU")
-    cpu = record.run(models.cpu, given("cpu", dtype), loss)
+    cpu = Record()
+    draws = Draws(lambda: cpu.running[-1] if cpu.running else None)
+    record.run(models.cpu, given("cpu", dtype), loss, cpu, draws)
+    if draws.drawn:
+        call, operator = draws.drawn[0]
+        run.culprit = Culprit(
+            _title(call) if call else "the backward pass",
+            call.kind if call else "after the forward",
+            f"{operator.name} {operator.operands}",
+            operator.line,
+            "it draws random numbers, which differ between devices: what follows cannot be compared",
+        )
     try:
         assert models.wide is not None
-        with Wider():
+        with Wider(wider):
             wide = record.run(models.wide, given("cpu", wider), loss)
     except (RuntimeError, NotImplementedError) as error:
         models.wide, wide = None, cpu
@@ -133,7 +150,9 @@ def _compare(models: _Models, inputs: dict[str, Any], loss: Callable[[Any], torc
         _training(run, models, cpu, device, wide)
         tensors = [*([run.loss] if run.loss else []), *run.gradients]
         if run.culprit is None and not all(tensor.ok for tensor in tensors):
-            _search_backward(run, models, cpu)
+            run.culprit = _loss_at_fault(run, models, cpu, device, wide)
+            if run.culprit is None:
+                _search_backward(run, models, cpu)
     return run
 
 
@@ -153,15 +172,15 @@ def _modules(run: Run, models: _Models, cpu: Record, device: Record, wide: dict[
         if not explained(error, own, models.dtype):
             status = "after" if run.culprit else "inherits"
             if run.culprit is None and not _right_by_itself(models, call):
-                status = "wrong"
                 run.culprit = _examine(models, call, None)
+                status = "wrong" if run.culprit else "magnifies"
         inputs = compare_all(there.inputs, reference.inputs)
         run.modules.append(ModuleRow(_title(call), call.kind, error, own, inputs, status))
-    if run.culprit is None and any(row.status == "inherits" for row in run.modules):
-        first = next(row.name for row in run.modules if row.status == "inherits")
+    first = next((row.name for row in run.modules if row.status in ("inherits", "magnifies")), None)
+    if run.culprit is None and first is not None:
         run.notes.append(
-            f"{first} magnifies the rounding of its inputs (a choice between near equals, a difference of near "
-            "equals); with the CPU's inputs every module is right"
+            f"from {first} on, rounding is magnified (a choice between near equals, a difference of near equals, a "
+            "sine of a large angle) or in another order; with the CPU's operands every module or operator is right"
         )
 
 
@@ -180,16 +199,38 @@ def _training(run: Run, models: _Models, cpu: Record, device: Record, wide: Reco
         run.gradients.append(TensorRow(name, error, own, explained(error, own, models.dtype)))
 
 
+def _loss_at_fault(run: Run, models: _Models, cpu: Record, device: Record, wide: Record) -> Culprit | None:
+    """The loss, if it or its gradient is wrong although the model's outputs are right."""
+    here, there, reference = cpu.calls[-1], device.calls[-1], wide.calls[-1]
+    assert run.loss is not None
+    right = [
+        explained(measure(d, r), models.own(measure(c, r)), models.dtype)
+        for d, c, r in zip(there.outputs, here.outputs, reference.outputs, strict=True)
+    ]
+    wrong = [] if run.loss.ok else ["the loss"]
+    for i, (d, c, r) in enumerate(zip(there.gradients, here.gradients, reference.gradients, strict=True)):
+        if d is not None and c is not None and r is not None:
+            error, own = measure(d, r), models.own(measure(c, r))
+            if right[i] and not explained(error, own, models.dtype):
+                wrong.append(f"its gradient by output {i} (relative error {error.relative:.1e})")
+    if not all(right) or not wrong:
+        return None
+    return Culprit(
+        "the loss", "after the model", "", "", f"the model's outputs are right, and {', '.join(wrong)} is not", True
+    )
+
+
 def _search_backward(run: Run, models: _Models, cpu: Record) -> None:
     """Find the module whose backward pass is wrong with the CPU's activations and gradients, the innermost first."""
     for call in sorted(cpu.calls, key=lambda call: -call.start):
         if all(g is None for g in call.gradients) or _right_by_itself(models, call, call.gradients):
             continue
         run.culprit = _examine(models, call, call.gradients)
-        return
+        if run.culprit is not None:
+            return
     run.notes.append(
         "a gradient or the loss differs by more than rounding, but with the CPU's activations every module's backward "
-        "pass is right: rounding is magnified on the way, or the loss is computed outside of any module"
+        "pass or operator is right: rounding is magnified on the way"
     )
 
 
@@ -199,7 +240,7 @@ def _right_by_itself(models: _Models, call: Call, gradients: list[torch.Tensor |
     if models.wide is None:
         reference = own
     else:
-        with Wider():
+        with Wider(_REFERENCE[models.dtype]):
             reference = record.run_call(models.wide, call, gradients)
     got = record.run_call(models.device, call, gradients)
     if len(got) != len(reference) or len(own) != len(reference):
@@ -213,15 +254,19 @@ def _right_by_itself(models: _Models, call: Call, gradients: list[torch.Tensor |
     )
 
 
-def _examine(models: _Models, call: Call, gradients: list[torch.Tensor | None] | None) -> Culprit:
-    """Name the operator that makes a module wrong."""
+def _examine(models: _Models, call: Call, gradients: list[torch.Tensor | None] | None) -> Culprit | None:
+    """Name the operator that makes a module wrong; None if none does, and rounding is magnified inside the module."""
     place = next(iter(models.device.parameters())).device
-    with torch.autograd.set_detect_anomaly(gradients is not None, check_nan=False):
-        with Replay(place) as replay:
-            record.run_call(models.cpu, call, gradients)
-        with Trace() as trace:
-            record.run_call(models.device, call, gradients)
-    explanation, found = _explain(models, call, gradients, replay, trace)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")  # on purpose: it keeps source lines
+        anomaly = torch.autograd.set_detect_anomaly(gradients is not None, check_nan=False)
+    with anomaly:
+        record.run_call(models.cpu, call, gradients, replay := Replay(place))
+        record.run_call(models.device, call, gradients, trace := Trace())
+    explained_by = _explain(models, call, gradients, replay, trace)
+    if explained_by is None:
+        return None
+    explanation, found = explained_by
     operator = f"{found.name} {found.operands}" if found else ""
     line = found.line if found else ""
     return Culprit(_title(call), call.kind, operator, line, explanation, gradients is not None)
@@ -229,14 +274,11 @@ def _examine(models: _Models, call: Call, gradients: list[torch.Tensor | None] |
 
 def _explain(
     models: _Models, call: Call, gradients: list[torch.Tensor | None] | None, replay: Replay, trace: Trace
-) -> tuple[str, Operator | None]:
+) -> tuple[str, Operator | None] | None:
     wrong = replay.wrong
     if wrong is not None:
         what = wrong.device.note or f"a relative error of {wrong.device.relative:.1e}"
         return f"with the CPU's operands the device has {what} where the CPU has {wrong.cpu.relative:.1e}", wrong
-    random = next((x for x in replay.operators if x.random), None)
-    if random is not None:
-        return "it draws random numbers, which differ between devices: they cannot be compared", random
     other = first_difference(replay.operators, trace.operators)
     if other is not None:
         on_cpu, on_device = other
@@ -251,7 +293,7 @@ def _explain(
         alone = _right_by_itself(models, call, gradients)
     if alone:
         return "each operator is right by itself: it is wrong only when operators run as one program", None
-    return "each operator is right with the CPU's operands: rounding is magnified inside the module", None
+    return None
 
 
 def _raised(error: Exception, device: Record) -> Culprit:

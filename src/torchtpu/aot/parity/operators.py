@@ -19,7 +19,7 @@ from torchtpu.aot.parity.measure import NONE, Error, compare_all, explained
 from torchtpu.aot.parity.reference import Wider
 from torchtpu.aot.parity.structure import tensors
 
-__all__ = ["Operator", "Replay", "Trace", "first_difference", "line_of"]
+__all__ = ["Draws", "Operator", "Replay", "Trace", "first_difference", "line_of"]
 
 _LIBRARIES = tuple(f"{Path(str(sys.modules[name].__file__)).parent}/" for name in ("torch", "torchtpu"))
 
@@ -50,7 +50,6 @@ class Operator:
         device: the device's error.
         cpu: PyTorch CPU's.
         wrong: whether rounding does not explain the device's.
-        random: whether it draws random numbers, which are not compared.
     """
 
     name: str
@@ -60,7 +59,6 @@ class Operator:
     device: Error = NONE
     cpu: Error = NONE
     wrong: bool = False
-    random: bool = False
 
 
 class Trace(TorchDispatchMode):
@@ -90,6 +88,28 @@ class Trace(TorchDispatchMode):
         return note
 
 
+class Draws(Trace):
+    """Note the operators that draw random numbers, and whatever ``where`` says as they do."""
+
+    def __init__(self, where: Callable[[], Any]) -> None:
+        super().__init__()
+        self.where = where
+        self.drawn: list[tuple[Any, Operator]] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        before = torch.default_generator.get_state()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        # Attention has the tag for its dropout, and mostly draws nothing.
+        given = any(isinstance(x, torch.Generator) for x in pytree.tree_leaves((args, kwargs)))
+        if given or not torch.equal(before, torch.default_generator.get_state()):
+            self.drawn.append((self.where(), self.operators[-1]))
+        return result
+
+
 class Replay(Trace):
     """Run each of a block's CPU operators on the device as well, and compare both with a wider dtype."""
 
@@ -107,8 +127,6 @@ class Replay(Trace):
         return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), (args, kwargs))
 
     def _after(self, func: OpOverload, prepared: Any, result: Any, note: Operator) -> Operator:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return dataclasses.replace(note, random=True)
         if func._schema.name.startswith("aten::empty") or not tensors(result):
             return note
         args, kwargs = prepared
@@ -116,7 +134,11 @@ class Replay(Trace):
         dtypes = [x.dtype for x in tensors((args, kwargs, result)) if x.dtype in _WIDER]
         dtype = min(dtypes, key=lambda d: torch.finfo(d).bits, default=torch.float32)
         expected = [x.detach().clone() for x in tensors(result)]
-        got = tensors(_call(portable or func, args, kwargs, self.device, {}))
+        try:
+            got = tensors(_call(portable or func, args, kwargs, self.device, {}))
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            # The CPU's own form of something; the device's run has another operator there.
+            return dataclasses.replace(note, device=Error(note=f"not compared: {str(error).splitlines()[0]}"))
         reference = self._reference(portable or func, args, kwargs, dtype, expected)
         if portable is not None:
             expected, reference = expected[:1], reference[:1]
@@ -129,7 +151,7 @@ class Replay(Trace):
     ) -> list[torch.Tensor]:
         """The results in a wider dtype; the CPU's own where the operator has none."""
         try:
-            with Wider():
+            with Wider(_WIDER[dtype]):
                 wide = tensors(_call(function, args, kwargs, torch.device("cpu"), {dtype: _WIDER[dtype]}))
         except (RuntimeError, NotImplementedError):
             return expected

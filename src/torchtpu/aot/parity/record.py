@@ -65,6 +65,7 @@ def run(
     inputs: dict[str, Any],
     loss: Callable[[Any], torch.Tensor] | None,
     record: Record | None = None,
+    watching: contextlib.AbstractContextManager[Any] | None = None,
 ) -> Record:
     """Run a model, and its backward pass if there is a loss.
 
@@ -75,10 +76,12 @@ def run(
         inputs: arguments of ``forward`` by name; they may be written to.
         loss: from what ``forward`` returned to a scalar; None for a forward without gradients.
         record: what to fill in, for a caller who wants to see how far a run came that raises.
+        watching: entered while the model runs.
     """
     record = Record() if record is None else record
     model.zero_grad(set_to_none=True)
-    with torch.set_grad_enabled(loss is not None), _recording(model, record):
+    watching = watching or contextlib.nullcontext()
+    with torch.set_grad_enabled(loss is not None), _recording(model, record), watching:
         outputs = model(**inputs)
         if loss is not None:
             record.loss = loss(outputs)
@@ -91,7 +94,10 @@ def run(
 
 
 def run_call(
-    model: torch.nn.Module, call: Call, gradients: list[torch.Tensor | None] | None = None
+    model: torch.nn.Module,
+    call: Call,
+    gradients: list[torch.Tensor | None] | None = None,
+    watching: contextlib.AbstractContextManager[Any] | None = None,
 ) -> list[torch.Tensor]:
     """Call a submodule with a recorded call's arguments.
 
@@ -99,6 +105,7 @@ def run_call(
         model: the model whose submodule it is, on any device, in any dtype.
         call: recorded from a model of that structure.
         gradients: of the loss by its outputs; None for a forward alone.
+        watching: entered while the module and its backward pass run.
 
     Returns:
         Its outputs; or with ``gradients`` those by its inputs and then by its parameters, on the CPU.
@@ -108,21 +115,21 @@ def run_call(
     device = next(iter(model.parameters()), torch.empty(0)).device
     dtype = floating[0].dtype if floating else torch.float32
     args, kwargs = cast(call.arguments, device, dtype, lowest(call))
+    watching = watching or contextlib.nullcontext()
     if gradients is None:
-        with torch.no_grad():
-            return [x.cpu() for x in tensors(module(*args, **kwargs))]
+        with torch.no_grad(), watching:
+            outputs = tensors(module(*args, **kwargs))
+        return [x.cpu() for x in outputs]
     leaves = [x.requires_grad_() for x in tensors((args, kwargs)) if x.is_floating_point()]
-    outputs = tensors(module(*_unleaf(args), **_unleaf(kwargs)))
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    pairs = [
-        (x, g.to(x.device, x.dtype))
-        for x, g in zip(outputs, gradients, strict=True)
-        if g is not None and x.requires_grad
-    ]
-    if not pairs:
-        return []
-    wanted = [*leaves, *parameters]
-    found = torch.autograd.grad([x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    args, kwargs = _unleaf(args), _unleaf(kwargs)
+    given = cast(gradients, device, dtype, lowest(call))
+    wanted = [*leaves, *(p for p in module.parameters() if p.requires_grad)]
+    with watching:
+        outputs = tensors(module(*args, **kwargs))
+        pairs = [(x, g.to(x.dtype)) for x, g in zip(outputs, given, strict=True) if g is not None and x.requires_grad]
+        if not pairs:
+            return []
+        found = torch.autograd.grad([x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
     return [torch.zeros(w.shape) if g is None else g.cpu() for w, g in zip(wanted, found, strict=True)]
 
 

@@ -1,24 +1,57 @@
-"""The reference run in float64, where PyTorch CPU has an operator for narrower dtypes only."""
+"""The reference run: in a dtype that is wider all the way, with operators that PyTorch CPU lacks in float64."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Wider", "grouped_product"]
+__all__ = ["Wider", "grouped_product", "widen"]
+
+
+def widen(model: torch.nn.Module) -> torch.nn.Module:
+    """Put what a float64 model keeps in float32, such as a rotary embedding's frequencies, into float64 too."""
+    for module in model.modules():
+        for name, x in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if x.dtype == torch.float32:
+                if isinstance(x, torch.nn.Parameter):
+                    x.data = x.data.double()
+                else:
+                    setattr(module, name, x.double())
+    return model
 
 
 class Wider(TorchDispatchMode):
-    """In its block, operators that PyTorch CPU lacks in float64 are computed from others."""
+    """In its block, with float64, nothing is float32: a model that says ``x.float()``, as norms do, would else round
+    there as PyTorch CPU does, and the reference would hide how large that rounding is.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.double = dtype == torch.float64
+
+    def __enter__(self) -> Any:
+        if self.double:
+            self.before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        if self.double:
+            torch.set_default_dtype(self.before)
+        return super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
-            return grouped_product(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self.double:
+            args, kwargs = pytree.tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs))
+            if func is torch.ops.aten._grouped_mm.default:
+                return grouped_product(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def grouped_product(

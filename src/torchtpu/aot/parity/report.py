@@ -24,7 +24,8 @@ class ModuleRow:
         cpu: PyTorch CPU's in the same dtype.
         inputs: the device's error in what the module took.
         status: ``"ok"``; ``"wrong"``: rounding does not explain it; ``"inherits"``: it does once the inputs are the
-            CPU's; ``"after"``: not examined, since an earlier one is wrong.
+            CPU's; ``"magnifies"``: it does for each of its operators; ``"after"``: not examined, since an earlier
+            one is wrong.
     """
 
     name: str
@@ -162,7 +163,7 @@ def _run_lines(run: Run, rows: int) -> list[str]:
         ordered = sorted(tensors, key=lambda t: (t.ok, -t.device.relative))
         lines.append(f"  {title:<{WIDTH}}{'max abs':>9}{'relative':>10}{'CPU':>10}")
         for tensor in ordered[: max(4, rows // 4)]:
-            mark = "" if tensor.ok else "  wrong"
+            mark = "" if tensor.ok else "  magnified" if run.ok else "  wrong"
             lines.append(
                 f"  {_cut(tensor.name, ''):<{WIDTH}}{tensor.device.absolute:>9.1e}{tensor.device.relative:>10.1e}"
                 f"{tensor.cpu.relative:>10.1e}{mark}" + (f" ({tensor.device.note})" if tensor.device.note else "")
