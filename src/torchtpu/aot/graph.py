@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.decomp_utils import CustomDecompTable
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
+from torchtpu.aot.decode import PREFIX, Decoder, has_cache
 from torchtpu.aot.masks import simplify_attention
 
 __all__ = ["Graph", "GraphError", "Input", "capture"]
@@ -82,7 +83,7 @@ class Graph:
 
 
 def capture(model: torch.nn.Module, arguments: Mapping[str, Any]) -> Graph:
-    """Trace a model.
+    """Trace a model. One that is given a cache writes it: the cache's tensors are buffers of the graph.
 
     Args:
         model: on the meta device, in the mode (train or eval) it is wanted in.
@@ -91,6 +92,11 @@ def capture(model: torch.nn.Module, arguments: Mapping[str, Any]) -> Graph:
     Raises:
         GraphError: ``torch.export`` cannot trace it.
     """
+    prefix = ""
+    if has_cache(arguments):
+        decoder = Decoder(model, arguments)
+        model, arguments = decoder, {k: v for k, v in arguments.items() if k not in decoder.caches}
+        prefix = PREFIX
     try:
         program = torch.export.export(model, (), dict(arguments), strict=False)
         table = CustomDecompTable()
@@ -103,7 +109,7 @@ def capture(model: torch.nn.Module, arguments: Mapping[str, Any]) -> Graph:
             f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {reason}. "
             f"A model that is checked must not branch on the values of tensors{_where(error)}"
         ) from error
-    return _read(program, model)
+    return _read(program, model, prefix)
 
 
 def _where(error: BaseException) -> str:
@@ -118,15 +124,15 @@ def _where(error: BaseException) -> str:
     return found
 
 
-def _read(program: torch.export.ExportedProgram, model: torch.nn.Module) -> Graph:
+def _read(program: torch.export.ExportedProgram, model: torch.nn.Module, prefix: str) -> Graph:
     graph, signature = program.graph, program.graph_signature
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _ASSERTIONS and not node.users:
             graph.erase_node(node)
-    trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    trained = {n.removeprefix(prefix) for n, p in weights.items() if p.requires_grad}
     inputs, constants = [], {}
     names = _argument_names(program)
-    held_by = dict(model.named_parameters(remove_duplicate=False))
     first: dict[int, torch.fx.Node] = {}
     for node, spec in zip(graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
         value = node.meta.get("val")
@@ -134,10 +140,10 @@ def _read(program: torch.export.ExportedProgram, model: torch.nn.Module) -> Grap
             constants[node] = spec.arg.value
         elif spec.kind is InputKind.CONSTANT_TENSOR and not _abstract(held := program.constants[str(spec.target)]):
             constants[node] = held
-        elif (weight := held_by.get(str(spec.target))) is not None and first.setdefault(id(weight), node) is not node:
+        elif (weight := weights.get(str(spec.target))) is not None and first.setdefault(id(weight), node) is not node:
             node.replace_all_uses_with(first[id(weight)])  # a tied weight is one
         elif isinstance(value, torch.Tensor):
-            name = spec.target or names.get(node.name, node.name)
+            name = (spec.target or names.get(node.name, node.name)).removeprefix(prefix)
             kinds = {InputKind.PARAMETER: "parameter", InputKind.USER_INPUT: "input"}
             kind = kinds.get(spec.kind, "buffer")
             inputs.append(Input(node, kind, name, tuple(map(int, value.shape)), value.dtype, name in trained))
@@ -156,11 +162,19 @@ def _read(program: torch.export.ExportedProgram, model: torch.nn.Module) -> Grap
             if isinstance(node, torch.fx.Node):
                 outputs.append((node, path))
         elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
-            writes[names.get(str(spec.target), str(spec.target))] = node
+            writes[names.get(str(spec.target), str(spec.target)).removeprefix(prefix)] = node
         else:
             raise GraphError(f"the model has a result of the kind {spec.kind.name}")
     lists = (torch.nn.ModuleList, torch.nn.Sequential)
-    blocks = [name for name, module in model.named_modules() if isinstance(module, lists) and len(module) > 1]
+    blocks = [
+        name.removeprefix(prefix)
+        for name, module in model.named_modules()
+        if isinstance(module, lists) and len(module) > 1
+    ]
+    if prefix:
+        for node in graph.nodes:
+            stack = node.meta.get("nn_module_stack", {})
+            node.meta["nn_module_stack"] = {k: (path.removeprefix(prefix), kind) for k, (path, kind) in stack.items()}
     return Graph(graph, inputs, constants, outputs, writes, blocks)
 
 

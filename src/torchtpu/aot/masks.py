@@ -77,15 +77,13 @@ def _kind(mask: torch.fx.Node, constants: Mapping[torch.fx.Node, Any]) -> tuple[
     """("causal" | "all" | "window" | "other", width of the window)."""
     shape = mask.meta["val"].shape
     rows, columns = shape[-2:]
-    if rows * columns > LARGEST:
+    if rows * columns > LARGEST or len(shape) != 4 or shape[1] != 1:
         return "other", 0
-    order = _needed(mask)
-    if any(n.op == "placeholder" and not isinstance(constants.get(n), torch.Tensor) for n in order):
+    if any(n.op == "placeholder" and not isinstance(constants.get(n), torch.Tensor) for n in _needed(mask)):
         return "other", 0
-    value = _work_out(order, constants)[mask]
-    if value.numel() != rows * columns and not bool((value == value[:1, :1]).all()):
+    value = _Sample(constants, shape[0], 0).value(mask)[0, 0]
+    if shape[0] > 1 and not torch.equal(value, _Sample(constants, shape[0], shape[0] - 1).value(mask)[0, 0]):
         return "other", 0
-    value = value[(0,) * (value.ndim - 2)]
     if bool(value.all()):
         return "all", 0
     if rows != columns:
@@ -111,22 +109,63 @@ def _needed(node: torch.fx.Node) -> list[torch.fx.Node]:
     return [n for n in node.graph.nodes if n in seen]
 
 
-def _work_out(order: list[torch.fx.Node], constants: Mapping[torch.fx.Node, Any]) -> dict[torch.fx.Node, Any]:
-    """Values on the CPU, each let go after its last use. A batch of equal masks is worked out once."""
-    values: dict[torch.fx.Node, Any] = {}
-    last = {n: i for i, node in enumerate(order) for n in node.all_input_nodes}
-    for i, node in enumerate(order):
+class _Sample:
+    """Values on the CPU of one sample of a batch, worked out without those of the others.
+
+    Args:
+        constants: values of placeholders.
+        batch: the size that dimension 0 has.
+        sample: which of them.
+    """
+
+    def __init__(self, constants: Mapping[torch.fx.Node, Any], batch: int, sample: int) -> None:
+        self.constants, self.batch, self.sample = constants, batch, sample
+        self.whole: dict[torch.fx.Node, Any] = {}
+        self.cut: dict[torch.fx.Node, Any] = {}
+
+    def value(self, node: torch.fx.Node) -> Any:
+        """A node's value with dimension 0 cut to the sample, if it is the batch."""
+        if node not in self.cut:
+            self.cut[node] = self._cut(node)
+        return self.cut[node]
+
+    def _is_batch(self, node: Any, ndim: int) -> bool:
+        value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+        return isinstance(value, torch.Tensor) and value.ndim == ndim and value.shape[0] == self.batch > 1
+
+    def _cut(self, node: torch.fx.Node) -> Any:
+        shape = node.meta["val"].shape
+        if not self._is_batch(node, len(shape)):
+            return self._whole(node)
+        target: Any = node.target
+        pick = lambda n: self.value(n) if self._is_batch(n, len(shape)) else self._whole(n)  # noqa: E731
+        if isinstance(target, torch._ops.OpOverload):
+            if torch.Tag.pointwise in target.tags:
+                args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), pick)
+                return target(*args, **kwargs)
+            if target is _aten.expand.default and len(node.args[0].meta["val"].shape) == len(shape):
+                return pick(node.args[0]).expand(1, *shape[1:])
+            if target is _aten.index.Tensor and not self._is_batch(node.args[0], node.args[0].meta["val"].ndim):
+                args = self._whole(node.args[0]), [None if i is None else pick(i) for i in node.args[1]]
+                return target(*args)
+            if target in (_aten.unsqueeze.default, _aten.slice.Tensor) and node.args[1] not in (0, -len(shape)):
+                source = node.args[0].meta["val"].ndim
+                if self._is_batch(node.args[0], source):
+                    return target(self.value(node.args[0]), *node.args[1:])
+        return self._whole(node)[self.sample : self.sample + 1]
+
+    def _whole(self, node: torch.fx.Node) -> Any:
+        if node not in self.whole:
+            self.whole[node] = self._compute(node)
+        return self.whole[node]
+
+    def _compute(self, node: torch.fx.Node) -> Any:
         if node.op == "placeholder":
-            values[node] = constants[node]
-        elif node.op == "get_attr":
-            values[node] = getattr(node.graph.owning_module, str(node.target))
-        else:
-            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            if "device" in kwargs:
-                kwargs = {**kwargs, "device": torch.device("cpu")}
-            assert callable(node.target)
-            values[node] = node.target(*args, **kwargs)
-        for n in node.all_input_nodes:
-            if last[n] == i and n is not order[-1]:
-                values.pop(n, None)
-    return values
+            return self.constants[node]
+        if node.op == "get_attr":
+            return getattr(node.graph.owning_module, str(node.target))
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._whole)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
