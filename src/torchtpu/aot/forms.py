@@ -16,10 +16,11 @@ import torch
 from torchtpu.aot.experts import experts_on_mesh
 from torchtpu.aot.layout import Layout
 from torchtpu.lowering.families import attention as plain
+from torchtpu.lowering.families.indexing import embedding as plain_embedding
 from torchtpu.lowering.families.losses import nll_loss_forward
 from torchtpu.lowering.promotion import cast
 
-__all__ = ["attention", "form_of", "negative_log_likelihood"]
+__all__ = ["attention", "embedding", "form_of", "negative_log_likelihood"]
 
 _aten = torch.ops.aten
 _LANES = 128
@@ -205,7 +206,24 @@ def negative_log_likelihood(
     return loss.astype(self.dtype), count.astype(self.dtype)
 
 
+def embedding(
+    layout: Layout,
+    node: torch.fx.Node,
+    weight: jax.Array,
+    indices: jax.Array,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> jax.Array:
+    """``embedding`` whose padding row gets no gradient."""
+    found = plain_embedding(weight, indices)
+    if padding_idx < 0:
+        return found
+    return jnp.where((indices == padding_idx)[..., None], jax.lax.stop_gradient(found), found)
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
     _aten.scaled_dot_product_attention.default: attention,
+    _aten.embedding.default: embedding,
     _aten.nll_loss_forward.default: negative_log_likelihood,
 }

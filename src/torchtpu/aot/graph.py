@@ -23,7 +23,7 @@ from torchtpu.aot.masks import simplify_attention
 __all__ = ["Graph", "GraphError", "Input", "capture"]
 
 _aten = torch.ops.aten
-_KEPT = (_aten.scaled_dot_product_attention.default,)
+_KEPT = (_aten.scaled_dot_product_attention.default, _aten.linear.default)
 """Composite operators that have a form of their own on a TPU."""
 _ASSERTIONS = (
     _aten._assert_tensor_metadata.default,

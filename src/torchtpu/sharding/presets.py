@@ -36,6 +36,7 @@ _IN = (  # [out, in]: the input is divided
 _CONV1D_OUT = r"(^|\.)(c_attn|c_fc)\.weight$"  # GPT-2 keeps [in, out]
 _CONV1D_IN = r"(^|\.)c_proj\.weight$"
 _VOCABULARY = r"(^|\.)(embed_tokens|word_embeddings|wte|tok_embeddings|shared|lm_head|proj_out|output)\.weight$"
+_NORMS = r"(?<![qk]_)(norm|layernorm|layer_norm|ln_\w+|LayerNorm)\d*$"
 _EXPERTS = r"(^|\.)experts\.(\w+_proj|w\d|\w+_proj_bias)$"
 
 
@@ -65,10 +66,15 @@ def preset(mesh: Mapping[str, int]) -> Plan:
             Rule(_IN, ((), tp), given=False),
             Rule(_VOCABULARY, (tp,), given=False),
         ]
+    batch = tuple(a for a in ("dp", "fsdp", "ep") if a in ordered)
+    # A norm works on each device's part of the sequence and its result is gathered, in 16 bits: left to itself the
+    # partitioner gathers the input, in 32 bits, and libtpu crashes on such a program for TPU7x.
+    norms = (Rule(_NORMS, (batch, tp), given=False),) if tp else ()
     return Plan(
         mesh=ordered,
         parameters=tuple(rules),
-        batch=tuple(a for a in ("dp", "fsdp", "ep") if a in ordered),
+        activations=norms,
+        batch=batch,
         sequence=tp,
         heads=tp,
         gathered=("fsdp",) if "fsdp" in ordered else (),
