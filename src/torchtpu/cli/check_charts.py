@@ -17,8 +17,9 @@ from torchtpu.cli import check_facts as facts
 __all__ = ["bar", "memory", "roofline", "size_bar", "size_scale"]
 
 _OVER = 2.5  # a bar longer than this many times the HBM is cut off
-_PLOT, _AXIS = 320, 26  # pixels down: of the roofline's plot, and under it for numbers
+_PLOT, _AXIS = 320, 42  # pixels down: of the roofline's plot, and under it for its axis
 _NUMBERED = 8
+_STRIP = 80.0  # percent across: behind it are operators without HBM traffic, whose intensity has no bound
 
 
 def svg(height: int, body: str, label: str, kind: str = "") -> str:
@@ -132,12 +133,14 @@ def roofline(chip: Chip, found: Sequence[facts.Group]) -> tuple[str, list[facts.
     bottom = min(math.log10(slope) + low, top - 2)
 
     def across(intensity: float) -> float:
-        return 100 * min(1.0, max(0.0, (math.log10(intensity) - low) / (high - low)))
+        return _STRIP * min(1.0, max(0.0, (math.log10(intensity) - low) / (high - low)))
 
     def down(value: float) -> float:
         return _PLOT * min(1.0, max(0.0, (top - math.log10(value)) / (top - bottom)))
 
-    grid, axis = [], []
+    grid = [rect(_STRIP, 0, 100 - _STRIP, _PLOT, "strip"), words(90, _PLOT + 16, "on chip", "middle")]
+    grid.append(words(0, _PLOT + 34, "FLOPs for each byte of HBM traffic"))
+    axis = []
     for e in range(low, high + 1):
         x = across(10**e)
         grid.append(line(x, 0, x, _PLOT, "grid"))
@@ -149,7 +152,7 @@ def roofline(chip: Chip, found: Sequence[facts.Group]) -> tuple[str, list[facts.
         grid.append(line(0, y, 100, y, "grid"))
         if y > 10 and y < _PLOT + 1:
             axis.append(f'<text x="82" y="{min(y + 4, _PLOT):.1f}" text-anchor="end">{_rate(e)}</text>')
-    start = 10**low
+    start = 10.0**low
     roof = [
         line(0, down(start * slope), across(ridge), down(peak), "roof"),
         line(across(ridge), down(peak), 100, down(peak), "roof"),
@@ -159,28 +162,27 @@ def roofline(chip: Chip, found: Sequence[facts.Group]) -> tuple[str, list[facts.
     side = "end" if across(ridge) > 50 else "start"
     roof.append(words(across(ridge) + (-1 if side == "end" else 1), _PLOT - 8, f"ridge {ridge:.0f} FLOP/byte", side))
     longest = sum(g.compute_seconds for g in found) or 1.0
+    free = [number for number, g in enumerate(points, 1) if not g.hbm_bytes]
+    inside = {n: _STRIP + (100 - _STRIP) * (i + 0.5) / min(len(free), _NUMBERED) for i, n in enumerate(free[:_NUMBERED])}
+    inside |= dict.fromkeys(free[_NUMBERED:], 100.0 - 1)
     marks, labels = [], []
-    taken: list[tuple[float, int]] = []
-    numbered = points[:_NUMBERED]
-    for number, g in reversed(list(enumerate(points, 1))):
-        x = across(g.flops / g.hbm_bytes) if g.hbm_bytes else 100.0
-        y, share = down(g.flops / g.compute_seconds), g.compute_seconds / longest
-        name = f"{g.module} {g.operator}".strip()
-        title = (
-            f"{name}: {facts.amount(g.flops / g.compute_seconds, 'FLOP/s')} at most, "
-            f"{f'{g.flops / g.hbm_bytes:.3g} FLOP/byte' if g.hbm_bytes else 'no HBM traffic of its own'}, "
-            f"{facts.percent(share)} of computing"
-        )
+    at = [
+        (across(g.flops / g.hbm_bytes) if g.hbm_bytes else inside[number], down(g.flops / g.compute_seconds))
+        for number, g in enumerate(points, 1)
+    ]
+    taken = list(at)
+    for number, (g, (x, y)) in enumerate(zip(points, at, strict=True), 1):
+        share = g.compute_seconds / longest
         radius = 4 + 10 * math.sqrt(share)
-        marks.append(
-            f'<circle class="point {g.bound.lower()}" cx="{x:.3f}%" cy="{y:.1f}" r="{radius:.1f}">'
-            f"<title>{escape(title)}</title></circle>"
-        )
-        if number <= len(numbered):
-            tier = next(t for t in range(99) if all(abs(x - at) > 7 or t != used for at, used in taken))
-            taken.append((x, tier))
-            under = y + radius + 18 + 17 * tier
-            labels.append(line(x, y + radius, x, under - 12, "lead") + words(x, under, str(number), _anchor(x), "number"))
+        # The largest lie below, so that a small one can still be pointed at.
+        marks.append(_point(g, x, y, radius, share))
+        if number <= _NUMBERED:
+            under = y + radius + 18
+            while any(abs(x - other) < 6 and abs(under - 4 - height) < 15 for other, height in taken):
+                under += 4
+            taken.append((x, under - 4))
+            labels.append(line(x, y + radius, x, under - 12, "lead"))
+            labels.append(words(x, under, str(number), _anchor(x), "number"))
     drawn = svg(
         _PLOT + _AXIS,
         "".join([*grid, *roof, *labels, *marks]),
@@ -189,7 +191,19 @@ def roofline(chip: Chip, found: Sequence[facts.Group]) -> tuple[str, list[facts.
         "roofline",
     )
     scale = f'<svg class="chart scale" width="86" height="{_PLOT + _AXIS}" aria-hidden="true">{"".join(axis)}</svg>'
-    return f'<div class="plot">{scale}{drawn}</div>', numbered
+    return f'<div class="plot">{scale}{drawn}</div>', points[:_NUMBERED]
+
+
+def _point(g: facts.Group, x: float, y: float, radius: float, share: float) -> str:
+    intensity = f"{facts.plain(g.flops / g.hbm_bytes)} FLOP/byte" if g.hbm_bytes else "no HBM traffic of its own"
+    title = (
+        f"{g.module} {g.operator}".strip() + f": {facts.amount(g.flops / g.compute_seconds, 'FLOP/s')} at most, "
+        f"{intensity}, {facts.percent(share)} of computing"
+    )
+    return (
+        f'<circle class="point {g.bound.lower()}" cx="{x:.3f}%" cy="{y:.1f}" r="{radius:.1f}">'
+        f"<title>{escape(title)}</title></circle>"
+    )
 
 
 def _anchor(x: float) -> str:

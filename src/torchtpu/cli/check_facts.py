@@ -16,9 +16,9 @@ __all__ = [
     "RESOURCES",
     "Group",
     "Size",
+    "Traffic",
     "Verdict",
     "amount",
-    "Traffic",
     "assumptions",
     "collectives",
     "comparable",
@@ -30,6 +30,7 @@ __all__ = [
     "percent",
     "phases",
     "place",
+    "plain",
     "pods",
     "rate",
     "recommendations",
@@ -109,6 +110,11 @@ def rate(value: float, unit: str) -> str:
     return f"{rounded:,.0f} {unit}/s" if rounded >= 100 else f"{rounded:g} {unit}/s"
 
 
+def plain(value: float) -> str:
+    """A number to three digits, without an exponent."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 99.95 else _digits(value)
+
+
 def _digits(value: float) -> str:
     """Three digits, without an exponent."""
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
@@ -136,7 +142,8 @@ class Verdict:
     """Whether it compiles and fits.
 
     Attributes:
-        word: for a table: ``"ok"``, ``"does not fit"``, ``"refused"``, ``"no lowering"``, ``"crashed"``, ``"timed out"``.
+        word: for a table: ``"ok"``, ``"does not fit"``, ``"refused"``, ``"no lowering"``, ``"crashed"`` or
+            ``"timed out"``.
         good: whether both are so.
         compiles, fits: None where it is not known.
         sentence: the fact.
@@ -165,7 +172,8 @@ def verdict(report: Report, reports: Sequence[Report] = ()) -> Verdict:
         total, memory = needed(report), report.memory
         if total is not None and memory is not None:
             over = total - memory.available
-            what = f"needs {size(total)} of HBM on each device, {size(over)} more than the {size(memory.available)} there is."
+            room = size(memory.available)
+            what = f"needs {size(total)} of HBM on each device, {size(over)} more than the {room} there is."
         else:
             what = "needs more HBM than a device has."
         compiles = memory.compiled if memory is not None else None

@@ -92,8 +92,8 @@ def _table(
     """A table; columns of numbers are those of cells with a value, and lie to the right."""
     several = [[c if isinstance(c, _Cell) else _Cell(c) for c in row] for row in rows]
     right = [any(row[i].value is not None for row in several) for i in range(len(head))]
-    style = "wide sortable" if sort else "wide"
-    out = [f'<div class="scroll" tabindex="0"><table class="{style}"><caption>{escape(caption)}</caption><thead><tr>']
+    style = ' class="sortable"' if sort else ""
+    out = [f'<div class="scroll" tabindex="0"><table{style}><caption>{escape(caption)}</caption><thead><tr>']
     out += [f'<th scope="col"{" class=number" if r else ""}>{escape(h)}</th>' for h, r in zip(head, right, strict=True)]
     out.append("</tr></thead><tbody>")
     for number, row in enumerate(several):
@@ -113,13 +113,13 @@ def _legend(items: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="legend">{shown}</ul>'
 
 
-def _rows(rows: Iterable[tuple[str, str, str]]) -> str:
+def _rows(rows: Iterable[tuple[str, str, str]], style: str = "") -> str:
     """Named bars, one under another: (name, SVG, value)."""
     cells = (
-        f'<div class="name">{escape(name)}</div>{picture}<div class="value">{escape(value)}</div>'
+        f'<div class="row"><div class="name">{escape(name)}</div>{picture}<div class="value">{escape(value)}</div></div>'
         for name, picture, value in rows
     )
-    return f'<div class="rows">{"".join(cells)}</div>'
+    return f'<div class="rows {style}">{"".join(cells)}</div>'
 
 
 def _details(summary: str, content: str) -> str:
@@ -260,7 +260,7 @@ def _sizes(found: Sequence[facts.Size]) -> str:
     return (
         f"<h4>Smallest topology</h4><p>{escape(said)}</p><figure><figcaption>Bytes of a device by topology, against its "
         f"HBM of {available} (the line). Hatched: an estimate, with temporaries scaled by the number of devices."
-        f"</figcaption>{_legend(legend)}{_rows(rows)}</figure>"
+        f"</figcaption>{_legend(legend)}{_rows(rows, 'long')}</figure>"
     )
 
 
@@ -274,7 +274,7 @@ def _fast(report: Report) -> str:
     ]
     if both is not None:
         rows.insert(1, ["throughput", _num(facts.rate(both[1], report.unit)), _num(facts.rate(both[0], report.unit))])
-    head = ["", "communication beside computing, perfectly", "one after another"]
+    head = ["", "perfect overlap", "one after another"]
     whole = p.serial_seconds
     alone = [
         (name, charts.bar([(style, f"{what}: {facts.seconds(t)}", t)], whole, f"{what} {facts.seconds(t)}"),
@@ -289,7 +289,7 @@ def _fast(report: Report) -> str:
         [
             '<h3>How fast could it go? <span class="badge unknown">estimate</span></h3>',
             f"<p>{escape(f'Bound by {p.bound}, {facts.RESOURCES[p.bound]}.')}</p>",
-            _table(head, rows, "Of a whole step on all devices"),
+            _table(head, rows, "With communication beside computing, and after it; of all devices"),
             "<figure><figcaption>Time that each needs by itself, against the step one after another</figcaption>",
             f"{_rows(alone)}</figure>",
             _times(report),
@@ -354,8 +354,9 @@ def _operators(report: Report) -> str:
     if numbered:
         out += [
             "<figure><figcaption>Operators with products: FLOPs for each byte of HBM traffic (across), and FLOP/s at "
-            "most (up), on a device. The area is the time. Those that keep all in on-chip memory are at the right "
-            f"edge.</figcaption>{picture}",
+            "most (up), on a device. The area is the time. Under the roof are products of a type or precision that "
+            "the matrix unit takes longer for; at the right, those that read and write on-chip memory alone."
+            f"</figcaption>{picture}",
             _legend([("bound by MXU", "mxu"), ("bound by HBM", "hbm")]),
             "</figure>",
             _table(head, top, "Operators with the numbers of the picture, the longest first"),
@@ -374,7 +375,7 @@ def _operator(report: Report, g: facts.Group, before: str = "") -> list[str | _C
         _Cell(f"~{facts.seconds(g.seconds)}", g.seconds),
         _Cell(facts.flops(g.flops), g.flops),
         _Cell(facts.size(g.hbm_bytes) if g.hbm_bytes else "-", g.hbm_bytes),
-        _Cell(f"{intensity:.3g}" if intensity else "-", intensity),
+        _Cell(facts.plain(intensity) if intensity else "-", intensity),
         g.bound,
     ]
 
@@ -420,7 +421,7 @@ def _wastes(findings: Sequence[Finding]) -> str:
         code = f"<pre>{escape(f.code.strip())}</pre>" if f.code.strip() else ""
         cards.append(
             f'<li class="card">{cost}<h4>{escape(f.what)}</h4><p class="tags">{" &middot; ".join([escape(f.kind), *where])}'
-            f"</p>{code}<p>{escape(f.advice)}</p></li>"
+            f"</p>{code}{f'<p>{escape(f.advice)}</p>' if f.advice else ''}</li>"
         )
     note = "The costliest first; a percentage is the share of the step's time or of the HBM that it takes."
     return f'<h3>What wastes the chip?</h3><p class="soft">{note}</p><ul class="cards">{"".join(cards)}</ul>'

@@ -267,14 +267,10 @@ class _Writer:
         ]
         if len(found) > _SHOWN:
             rest = sum(g.seconds for g in found[_SHOWN:])
-            rows.append(
-                [f"{len(found) - _SHOWN} more", facts.percent(rest / p.serial_seconds), f"~{facts.seconds(rest)}"]
-                + [
-                    facts.flops(sum(g.flops for g in found[_SHOWN:])),
-                    facts.size(sum(g.hbm_bytes for g in found[_SHOWN:])),
-                ]
-                + [""]
-            )
+            more = facts.flops(sum(g.flops for g in found[_SHOWN:]))
+            moved = facts.size(sum(g.hbm_bytes for g in found[_SHOWN:]))
+            share = facts.percent(rest / p.serial_seconds)
+            rows.append([f"{len(found) - _SHOWN} more", share, f"~{facts.seconds(rest)}", more, moved, ""])
         head = ["operator", "share", "time", "FLOPs", "HBM traffic", "bound"]
         yield from self.table(head, rows, right=[False, True, True, True, True, False])
 
@@ -294,7 +290,7 @@ class _Writer:
                 t.phase,
                 facts.size(t.bytes),
                 str(t.executions),
-                f"{t.group_size} ({t.over})",
+                str(t.group_size),
                 f"~{facts.seconds(t.seconds)}",
                 facts.percent(t.seconds / p.serial_seconds),
             ]
@@ -306,7 +302,7 @@ class _Writer:
             row = [f"{len(found) - _SHOWN} more", "", "", facts.size(sum(t.bytes for t in found[_SHOWN:])), str(runs)]
             rows.append([*row, "", f"~{facts.seconds(rest)}", facts.percent(rest / p.serial_seconds)])
         head = ["collective", "for", "phase", "bytes", "runs", "devices", "time", "share"]
-        yield from self.table(head, rows, right=[False, False, False, True, True, False, True, True])
+        yield from self.table(head, rows, right=[False, False, False, True, True, True, True, True])
 
     def _wastes(self, findings: Sequence[Finding]) -> Iterator[str]:
         yield ""
