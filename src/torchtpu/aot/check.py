@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
 from jax.sharding import AbstractMesh, AxisType
 
@@ -27,6 +28,7 @@ from torchtpu.aot.hlo import Hlo, read_hlo
 from torchtpu.aot.layout import Layout
 from torchtpu.aot.report import Fit, MemoryUse, Report, Timing
 from torchtpu.aot.roofline import predict
+from torchtpu.aot.saved import EXECUTABLE, write_manifest
 from torchtpu.aot.step import Step, build_step
 from torchtpu.aot.topology import Topology, standard_topologies
 from torchtpu.integrations import experts
@@ -123,7 +125,7 @@ def check(
         plan: how the model is divided; its mesh has as many devices as the topology.
         progress: makes a context that says what is under way.
         compiler: a process with libtpu to use; a new one by default.
-        save: a file for the compiled executable.
+        save: a folder for the compiled executable (see ``saved``).
 
     Raises:
         PlanError: the plan does not fit the model or the topology.
@@ -146,9 +148,11 @@ def check(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchtpu-check-"))
         compiler = compiler or stack.enter_context(Compiler(request.timeout))
         with progress(f"compiling for {topology.name} ({topology.devices} devices)"), _timed(timing, "compile"):
-            result = compiler.compile(
-                text, topology.name, mesh=list(plan.mesh.values()), dump=folder, save=str(save) if save else None
-            )
+            file = None
+            if save is not None:
+                save.mkdir(parents=True, exist_ok=True)
+                file = str(save / EXECUTABLE)
+            result = compiler.compile(text, topology.name, mesh=list(plan.mesh.values()), dump=folder, save=file)
         timing.compiler_bytes = result.compiler_bytes
         if not result.ok:
             report.status, report.message = _failure(result)
@@ -156,6 +160,10 @@ def check(
                 report.findings = find(step, counts, None, None, topology)
                 report.fits = _fits(traced, topology, plan, None)
             return report
+        if save is not None:
+            with jax.enable_x64(True):
+                write_manifest(save, step, topology.name, request.source.name, result.coordinates)
+            report.saved = str(save)
         with progress("reading the compiled program"), _timed(timing, "analyse"):
             hlo = read_hlo(next(Path(folder).glob("*after_optimizations.txt")))
             _analyse(report, traced, step, counts, hlo, result, topology)
@@ -181,7 +189,11 @@ def _analyse(
     report.findings = find(step, counts, hlo, report.prediction, topology)
     report.fits = _fits(traced, topology, step.plan, report.memory)
     report.assumptions += [a for a in (*report.prediction.assumptions, *hlo.assumptions) if a not in report.assumptions]
-    if step.plan.experts and step.plan.capacity is not None and any("experts" in str(n.target) for n in traced.graph.fx.nodes):
+    if (
+        step.plan.experts
+        and step.plan.capacity is not None
+        and any("experts" in str(n.target) for n in traced.graph.fx.nodes)
+    ):
         report.assumptions.append(
             f"Each pair of devices exchanges at most {step.plan.capacity:g} times the mean number of tokens for the "
             "experts; what is over it is dropped (capacity in the plan, null to keep all)."
@@ -288,7 +300,7 @@ def _resized(plan: Plan, devices: int) -> Plan | None:
     """A preset on another number of devices: its first axis grows or shrinks. None for a plan that is no preset."""
     if not plan.name or plan.name.endswith(".json"):
         return None
-    inner = {a: n for a, n in list(plan.mesh.items())[1:]}
+    inner = dict(list(plan.mesh.items())[1:])
     first = next(iter(plan.mesh))
     rest = 1
     for n in inner.values():
@@ -398,6 +410,4 @@ def _gathered(traced: Traced, plan: Plan) -> int:
     """Bytes of the largest block's parameters once they are gathered for use."""
     evaluator = Evaluator(traced.graph, _layout(plan))
     of_blocks = [v for v in evaluator.values if v.kind == "parameter"]
-    return sum(
-        _bytes(v.shape[1:] if v.stacked else v.shape, v.dtype, plan, v.used) for v in of_blocks
-    )
+    return sum(_bytes(v.shape[1:] if v.stacked else v.shape, v.dtype, plan, v.used) for v in of_blocks)

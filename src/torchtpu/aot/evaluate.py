@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -322,5 +322,3 @@ class _Environment:
         value = evaluator._by_name[name]
         stored = value.spec[1:] if value.stacked else value.spec
         return evaluator.layout.gather(self.member(name, index), stored, value.used)
-
-

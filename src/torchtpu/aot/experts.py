@@ -79,7 +79,9 @@ def _local(
     index = index.astype(jnp.int32)
     if over is None:
         slots, source = _sorted(index.reshape(-1), pairs)
-        made = _run(body, _dispatch(hidden, source // k, slots.reshape(tokens, k)), index.reshape(-1)[source], parameters)
+        made = _run(
+            body, _dispatch(hidden, source // k, slots.reshape(tokens, k)), index.reshape(-1)[source], parameters
+        )
         return _combine(made, weights, slots.reshape(tokens, k), source)
     room = pairs if capacity is None else min(pairs, math.ceil(pairs / parts * capacity))
     room = -(-room // _ROWS) * _ROWS
@@ -100,9 +102,9 @@ def _run(body: str, rows: jax.Array, expert: jax.Array, parameters: Sequence[jax
     """The experts' own computation; rows beyond the last expert's give zeros."""
     own = parameters[0].shape[0]
     ends = jnp.sum(expert[None, :] <= jnp.arange(own, dtype=expert.dtype)[:, None], axis=1, dtype=jnp.int32)
-    graph = body_of(
-        body, *rows.shape, [(tuple(p.shape), to_torch(p.dtype)) for p in parameters], to_torch(rows.dtype)
-    )
+    tokens, width = rows.shape
+    types = [(tuple(p.shape), to_torch(p.dtype)) for p in parameters]
+    graph = body_of(body, tokens, width, types, to_torch(rows.dtype))
     real = (expert < own)[:, None]
     made = run_graph(graph, [jnp.where(real, rows, 0), ends, jnp.minimum(expert, own - 1), *parameters], _operator)
     return jnp.where(real, made, 0)

@@ -138,20 +138,21 @@ class _Sample:
         if not self._is_batch(node, len(shape)):
             return self._whole(node)
         target: Any = node.target
+        given: Any = node.args
         pick = lambda n: self.value(n) if self._is_batch(n, len(shape)) else self._whole(n)  # noqa: E731
         if isinstance(target, torch._ops.OpOverload):
             if torch.Tag.pointwise in target.tags:
-                args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), pick)
+                args, kwargs = torch.fx.node.map_arg((given, dict(node.kwargs)), pick)
                 return target(*args, **kwargs)
-            if target is _aten.expand.default and len(node.args[0].meta["val"].shape) == len(shape):
-                return pick(node.args[0]).expand(1, *shape[1:])
-            if target is _aten.index.Tensor and not self._is_batch(node.args[0], node.args[0].meta["val"].ndim):
-                args = self._whole(node.args[0]), [None if i is None else pick(i) for i in node.args[1]]
+            if target is _aten.expand.default and len(given[0].meta["val"].shape) == len(shape):
+                return pick(given[0]).expand(1, *shape[1:])
+            if target is _aten.index.Tensor and not self._is_batch(given[0], given[0].meta["val"].ndim):
+                args = self._whole(given[0]), [None if i is None else pick(i) for i in given[1]]
                 return target(*args)
-            if target in (_aten.unsqueeze.default, _aten.slice.Tensor) and node.args[1] not in (0, -len(shape)):
-                source = node.args[0].meta["val"].ndim
-                if self._is_batch(node.args[0], source):
-                    return target(self.value(node.args[0]), *node.args[1:])
+            if target in (_aten.unsqueeze.default, _aten.slice.Tensor) and given[1] not in (0, -len(shape)):
+                source = given[0].meta["val"].ndim
+                if self._is_batch(given[0], source):
+                    return target(self.value(given[0]), *given[1:])
         return self._whole(node)[self.sample : self.sample + 1]
 
     def _whole(self, node: torch.fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: ``torchtpu doctor`` and ``torchtpu demo``."""
+"""The command line: ``torchtpu check``, ``torchtpu demo`` and ``torchtpu doctor``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import torchtpu
-from torchtpu.cli import demo, doctor
+from torchtpu.cli import check, demo, doctor
 from torchtpu.cli.errors import CommandError
 
 __all__ = ["CommandError", "main"]
@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="torchtpu", description="PyTorch on TPUs: check the installation, see it work.")
     top.add_argument("--version", action="version", version=f"torchtpu {torchtpu.__version__}")
     commands = top.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for module in (demo, doctor):
+    for module in (check, demo, doctor):
         module.add_command(commands)
     return top
 

@@ -73,10 +73,11 @@ def install() -> None:
 
 def use(model: torch.nn.Module) -> bool:
     """Let a model's experts be the operator, if it is of Transformers and has some."""
-    if not hasattr(model, "set_experts_implementation"):
+    choose: Any = getattr(model, "set_experts_implementation", None)
+    if choose is None:
         return False
     install()
-    model.set_experts_implementation(IMPLEMENTATION)
+    choose(IMPLEMENTATION)
     for module in model.modules():
         if any(isinstance(module._parameters.get(name), torch.nn.Parameter) for name in _NAMES[::2]):
             module.__dict__["_experts_body"] = _name(module)
@@ -103,7 +104,7 @@ def _name(module: torch.nn.Module) -> str:
     return name
 
 
-def _with(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> torch.nn.Module:
+def _with(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> Any:
     """The module with other parameters, perhaps of fewer experts."""
     own = copy.copy(module)
     own._parameters = {}
@@ -114,9 +115,7 @@ def _with(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> torch.
     return own
 
 
-def apply_sorted(
-    module: Any, hidden: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor
-) -> torch.Tensor:
+def apply_sorted(module: Any, hidden: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     """What experts do to tokens that are sorted by expert.
 
     Args:
@@ -125,6 +124,7 @@ def apply_sorted(
         ends: for each expert where its rows end, int32.
         expert: (rows,) the expert of each.
     """
+
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(module, name)
         weight = weight if module.is_transposed else weight.transpose(-2, -1)

@@ -67,7 +67,9 @@ class Plan:
     def __post_init__(self) -> None:
         for axis, size in self.mesh.items():
             if not re.fullmatch(r"[A-Za-z_]\w*", axis) or not isinstance(size, int) or size < 1:
-                raise PlanError(f"the mesh has an axis {axis!r} of size {size!r}: name it with letters, size at least 1")
+                raise PlanError(
+                    f"the mesh has an axis {axis!r} of size {size!r}: name it with letters, size at least 1"
+                )
         used = [*self.batch, *self.sequence, *self.heads, *self.gathered, *([self.experts] if self.experts else [])]
         used += [a for r in (*self.parameters, *self.activations) for axes in r.spec for a in axes]
         unknown = sorted({a for a in used if a not in self.mesh})
@@ -130,9 +132,7 @@ class Plan:
 
     def _fitted(self, name: str, shape: Sequence[int], rule: Rule) -> Spec:
         if len(rule.spec) > len(shape):
-            raise PlanError(
-                f"{name} has {len(shape)} dimensions, but the rule {rule.pattern!r} names {len(rule.spec)}"
-            )
+            raise PlanError(f"{name} has {len(shape)} dimensions, but the rule {rule.pattern!r} names {len(rule.spec)}")
         spec = list(rule.spec) + [()] * (len(shape) - len(rule.spec))
         for i, axes in enumerate(spec):
             if shape[i] % self.size(axes):

@@ -89,10 +89,8 @@ def parse(text: str | None, devices: int | None = None) -> Plan:
         PlanError: it is none of these, or its mesh has another number of devices.
     """
     text = text or "fsdp"
-    if text.endswith(".json") or os.path.exists(text):
-        plan = Plan.load(text)
-    else:
-        plan = preset(_sizes(text, devices))
+    file = text.endswith(".json") or os.path.exists(text)
+    plan = Plan.load(text) if file else preset(_sizes(text, devices))
     if devices is not None and plan.devices != devices:
         raise PlanError(
             f"the plan {text} is for {plan.devices} devices ({_times(plan.mesh)}), the topology has {devices}"
