@@ -33,7 +33,9 @@ def svg(height: int, body: str, label: str, kind: str = "") -> str:
 def rect(x: float, y: float, width: float, height: float, style: str, title: str = "") -> str:
     """A rectangle; x and width in percent."""
     said = f"<title>{escape(title)}</title>" if title else ""
-    return f'<rect class="{style}" x="{x:.3f}%" y="{y:g}" width="{max(width, 0):.3f}%" height="{height:g}">{said}</rect>'
+    return (
+        f'<rect class="{style}" x="{x:.3f}%" y="{y:g}" width="{max(width, 0):.3f}%" height="{height:g}">{said}</rect>'
+    )
 
 
 def line(x: float, y: float, to_x: float, to_y: float, style: str) -> str:
@@ -163,7 +165,9 @@ def roofline(chip: Chip, found: Sequence[facts.Group]) -> tuple[str, list[facts.
     roof.append(words(across(ridge) + (-1 if side == "end" else 1), _PLOT - 8, f"ridge {ridge:.0f} FLOP/byte", side))
     longest = sum(g.compute_seconds for g in found) or 1.0
     free = [number for number, g in enumerate(points, 1) if not g.hbm_bytes]
-    inside = {n: _STRIP + (100 - _STRIP) * (i + 0.5) / min(len(free), _NUMBERED) for i, n in enumerate(free[:_NUMBERED])}
+    inside = {
+        n: _STRIP + (100 - _STRIP) * (i + 0.5) / min(len(free), _NUMBERED) for i, n in enumerate(free[:_NUMBERED])
+    }
     inside |= dict.fromkeys(free[_NUMBERED:], 100.0 - 1)
     marks, labels = [], []
     at = [
@@ -211,7 +215,11 @@ def _anchor(x: float) -> str:
 
 
 def _power(exponent: int) -> str:
-    return f"{10**exponent:g}" if -3 <= exponent < 3 else facts.amount(10.0**exponent, "").replace(".00", "").replace(".0", "")
+    return (
+        f"{10**exponent:g}"
+        if -3 <= exponent < 3
+        else facts.amount(10.0**exponent, "").replace(".00", "").replace(".0", "")
+    )
 
 
 def _rate(exponent: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchtpu.aot.report import Report
 from torchtpu.aot.topology import Topology
@@ -18,8 +18,10 @@ __all__ = [
     "Size",
     "Traffic",
     "Verdict",
+    "alike",
     "amount",
     "assumptions",
+    "clean",
     "collectives",
     "comparable",
     "count",
@@ -58,6 +60,7 @@ RESOURCES = {
 
 _GIB = 2**30
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
+_TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -120,15 +123,21 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
 
 
-def work(report: Report) -> str:
-    """What is run, such as ``"training step, batch 64 x 4096, bfloat16"``."""
+def clean(words: str) -> str:
+    """Without what would move the cursor or colour a terminal; ends of lines stay."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in words)
+
+
+def work(report: Report, batch: bool = True) -> str:
+    """What is run, such as ``"training step, batch 64 x 4096 tokens, bfloat16"``, or without the batch."""
     what = {"train": "training step", "infer": "inference", "decode": "decoding one token"}.get(
         report.kind, report.kind
     )
+    several = f"batch {report.batch}" if batch else ""
     if report.unit == "tokens":
         long = f"{report.sequence} tokens" if report.kind != "decode" else f"a context of {report.sequence} tokens"
-        return f"{what}, batch {report.batch} x {long}, {report.dtype}"
-    return f"{what}, batch {report.batch}, {report.dtype}"
+        return f"{what}, {several}{' x ' if several else ''}{long}, {report.dtype}"
+    return ", ".join(part for part in (what, several, report.dtype) if part)
 
 
 def pods(report: Report) -> str:
@@ -177,7 +186,7 @@ def verdict(report: Report, reports: Sequence[Report] = ()) -> Verdict:
         else:
             what = "needs more HBM than a device has."
         compiles = memory.compiled if memory is not None else None
-        said = f"compiles for {where}, but " if compiles else f"does not fit {where}: "
+        said = f"compiles for {where}, but " if compiles else f"does not fit {where}: it "
         return Verdict("does not fit", False, compiles, False, said + what, _memory_advice(report, reports))
     if report.status == "lower":
         return Verdict(
@@ -201,7 +210,7 @@ def verdict(report: Report, reports: Sequence[Report] = ()) -> Verdict:
             None,
             f"made the compiler's process end while it compiled for {where}.{held}",
             (
-                "If this machine ran out of memory, check on one with more, or with a smaller batch or sequence.",
+                "If this machine ran out of memory, check on one with more, or with a smaller --batch or --seq.",
                 "Otherwise it is a fault of the compiler: another plan (--shard) or another version of libtpu often "
                 "passes; report the message with the versions below.",
             ),
@@ -214,7 +223,7 @@ def verdict(report: Report, reports: Sequence[Report] = ()) -> Verdict:
             None,
             f"was still being compiled for {where} when the time allowed was over.",
             (
-                "Allow more time, or check where less else runs.",
+                "Allow more time (--timeout), or check on a machine that does less else.",
                 "If it is slow with a short sequence too, the model has layers that are not alike: layers that are "
                 "compile once.",
             ),
@@ -239,31 +248,33 @@ def _memory_advice(report: Report, reports: Sequence[Report]) -> tuple[str, ...]
     if found is not None and found.exact:
         advice.append(f"Use {found.topology} ({found.devices} devices, {found.plan}), which was compiled and fits.")
     elif found is not None:
-        holds = "should fit" if found.whole else "has room for the parameters and optimizer, if not more"
-        advice.append(f"Check {found.topology} ({found.devices} devices, {found.plan}), which ~ {holds}.")
+        holds = "is estimated to fit" if found.whole else "has room for what the plan places, temporaries not counted"
+        advice.append(f"Check {found.topology} ({found.devices} devices, {found.plan}), which {holds}.")
     else:
         advice.append(f"No size of {generation} that was looked at is estimated to fit: take chips with more HBM.")
     memory = report.memory
     if memory is not None and memory.parameters + memory.optimizer > memory.available / 2:
         advice.append("Divide parameters and optimizer over more devices: a larger fsdp, tp or ep (--shard).")
     if memory is None or not memory.compiled or memory.temporaries > memory.available / 4:
-        again = " and compute more of a layer again (remat full)" if report.kind == "train" else ""
-        advice.append(f"Take a smaller batch or a shorter sequence{again}: temporaries shrink with them.")
+        advice.append("Take a smaller batch (--batch) or a shorter sequence (--seq): temporaries shrink with them.")
     return tuple(advice)
 
 
 def needed(report: Report) -> int | None:
     """Bytes of HBM of a device that the step needs, or None where only a part of them is known.
 
-    When the compiler gives up for want of memory it says how much it would have used.
+    When the compiler gives up for want of memory it says how much it would have used, or its temporaries alone.
     """
     memory = report.memory
     if memory is None:
         return None
     if memory.compiled:
         return memory.total
-    found = _USED.search(report.message)
-    return round(float(found[1]) * _UNITS[found[2].upper()]) if found else None
+    for pattern, beside in ((_USED, 0), (_TEMPORARIES, memory.total)):
+        found = pattern.search(report.message)
+        if found is not None:
+            return beside + round(float(found[1]) * _UNITS[found[2].upper()])
+    return None
 
 
 def memory_parts(report: Report) -> list[tuple[str, int]]:
@@ -308,6 +319,18 @@ class Size:
     exact: bool
     whole: bool = True
 
+    @property
+    def answer(self) -> str:
+        """Whether it fits, in words."""
+        if self.fits and not self.whole:
+            return "~may fit"
+        return f"{'' if self.exact else '~'}{'fits' if self.fits else 'does not fit'}"
+
+    @property
+    def shown(self) -> str:
+        """The total in words."""
+        return f"{'' if self.exact else '~'}{'' if self.whole else 'more than '}{size(self.total)}"
+
 
 def sizes(report: Report, reports: Sequence[Report] = ()) -> list[Size]:
     """Topologies of the report's generation, from the smallest: those estimated, and those that were compiled.
@@ -318,11 +341,15 @@ def sizes(report: Report, reports: Sequence[Report] = ()) -> list[Size]:
     """
     generation = report.topology.split(":")[0]
     found: dict[str, Size] = {}
+    memory, most = report.memory, needed(report)
+    known = most is not None and memory is not None
+    beside = most - memory.total if most is not None and memory is not None and not memory.compiled else 0
     for f in report.fits:
         available = Topology.parse(f.topology).chip.usable_hbm_bytes
-        whole = f.temporary_bytes > 0
-        total = f.state_bytes + f.temporary_bytes
-        found[f.topology] = Size(f.topology, f.devices, f.plan, total, available, f.fits, False, whole)
+        # What a compiler that gave up would have used besides the state is scaled as compiled temporaries are.
+        total = f.state_bytes + f.temporary_bytes + int(beside * report.devices / f.devices)
+        fits = f.fits and total <= available
+        found[f.topology] = Size(f.topology, f.devices, f.plan, total, available, fits, False, known)
     for r in (*(r for r in reports if comparable(r, report)), report):
         if r.topology.split(":")[0] == generation and r.memory is not None and r.status in ("ok", "memory"):
             total = needed(r)
@@ -337,12 +364,22 @@ def sizes(report: Report, reports: Sequence[Report] = ()) -> list[Size]:
                 total is not None,
             )
             found[r.topology] = exact
+    # Where temporaries are not known, what is no larger than a machine that was too small is too small as well.
+    failed = max((s.devices for s in found.values() if s.exact and not s.fits), default=0)
+    for name, s in found.items():
+        if not s.whole and s.devices <= failed:
+            found[name] = replace(s, fits=False)
     return sorted(found.values(), key=lambda s: s.devices)
 
 
 def smallest(found: Iterable[Size]) -> Size | None:
     """The smallest that fits."""
     return next((s for s in found if s.fits), None)
+
+
+def alike(reports: Sequence[Report]) -> bool:
+    """Whether reports are of the same model and kind of step; batches may differ, as they do by default."""
+    return len({(r.model, r.kind, r.sequence, r.dtype) for r in reports}) == 1
 
 
 def comparable(one: Report, other: Report) -> bool:
@@ -510,7 +547,7 @@ def recommendations(reports: Sequence[Report]) -> list[str]:
         thrifty, (least_serial, _) = max(timed, key=lambda x: x[1][0] / x[0].chips)
         each = rate(least_serial / thrifty.chips, thrifty.unit)
         said.append(f"Fastest: {fast.topology}, ~{rate(serial, fast.unit)} without overlap.")
-        said.append(f"Most for each chip: {thrifty.topology}, ~{each} and chip.")
+        said.append(f"Most from each chip: {thrifty.topology}, ~{each}.")
     return said
 
 

@@ -17,7 +17,9 @@ __all__ = ["page"]
 
 _DATA = Path(__file__).parent / "data"
 _MODULES = 14  # rows of the picture of time by module
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+)
 _PARTS = {
     "parameters": "parameters",
     "optimizer": "optimizer-state",
@@ -116,7 +118,8 @@ def _legend(items: Iterable[tuple[str, str]]) -> str:
 def _rows(rows: Iterable[tuple[str, str, str]], style: str = "") -> str:
     """Named bars, one under another: (name, SVG, value)."""
     cells = (
-        f'<div class="row"><div class="name">{escape(name)}</div>{picture}<div class="value">{escape(value)}</div></div>'
+        f'<div class="row"><div class="name">{escape(name)}</div>{picture}'
+        f'<div class="value">{escape(value)}</div></div>'
         for name, picture, value in rows
     )
     return f'<div class="rows {style}">{"".join(cells)}</div>'
@@ -127,15 +130,14 @@ def _details(summary: str, content: str) -> str:
 
 
 def _comparison(reports: Sequence[Report]) -> str:
-    alike = all(facts.comparable(r, reports[0]) for r in reports)
-    rows = []
-    for number, r in enumerate(reports, 1):
+    alike, batches = facts.alike(reports), len({r.batch for r in reports}) > 1
+    rows: list[list[str | _Cell]] = []
+    for r in reports:
         judged, p, both, total = facts.verdict(r), r.prediction, facts.throughput(r), facts.needed(r)
         memory = f"{facts.size(total)} of {facts.size(r.memory.available)}" if r.memory and total is not None else "-"
-        name = r.topology if alike else f"{r.model}, {r.topology}"
         rows.append(
             [
-                _Cell(name),
+                r.topology if alike else f"{r.model}, {r.topology}",
                 _Cell(str(r.chips), r.chips),
                 r.plan_name or "custom",
                 _Cell(judged.word, before="&#10003; " if judged.good else "&#10007; "),
@@ -147,8 +149,11 @@ def _comparison(reports: Sequence[Report]) -> str:
             ]
         )
     head = ["topology", "chips", "plan", "result", "HBM of a device", "step", "throughput", "MFU", "bound"]
+    if batches:
+        head.insert(1, "batch")
+        rows = [[row[0], _Cell(str(r.batch), r.batch), *row[1:]] for r, row in zip(reports, rows, strict=True)]
     links = ", ".join(f'<a href="#check-{n}">{escape(r.topology)}</a>' for n, r in enumerate(reports, 1))
-    said = [f'<p class="soft">{escape(facts.work(reports[0]))}</p>'] if alike else []
+    said = [f'<p class="soft">{escape(facts.work(reports[0], not batches))}</p>'] if alike else []
     said += [f'<p class="lead">{escape(s)}</p>' for s in facts.recommendations(reports)] if alike else []
     caption = "Steps one after another, without overlap of computing and communication; ~ marks estimates"
     return "".join([*said, _table(head, rows, caption, sort=True), f"<p>In detail: {links}</p>"])
@@ -174,7 +179,7 @@ def _report(report: Report, reports: Sequence[Report], number: int) -> str:
     if report.saved:
         out.append(f"<p>The executable is in <code>{escape(report.saved)}</code>.</p>")
     if report.message and report.status not in ("ok", "memory"):
-        out.append(f"<pre>{escape(report.message)}</pre>")
+        out.append(f"<pre>{escape(facts.clean(report.message))}</pre>")
     if judged.advice:
         items = "".join(f"<li>{escape(a)}</li>" for a in judged.advice)
         out.append(f'<div class="todo"><strong>What to do</strong><ul>{items}</ul></div>')
@@ -199,8 +204,16 @@ def _tiles(report: Report, judged: facts.Verdict) -> str:
         low, high = facts.seconds(p.overlapped_seconds), facts.seconds(p.serial_seconds)
         tiles.append(("Step, estimate", f"~{high}", f"~{low} with perfect overlap"))
         if both is not None:
-            tiles.append((f"{report.unit.capitalize()}/s, estimate", f"~{facts.rate(both[0], '').rstrip(' /s')}", f"~{facts.rate(both[1], '').rstrip(' /s')} with overlap"))
-        tiles.append(("MFU, estimate", f"~{facts.percent(p.mfu_serial)}", f"~{facts.percent(p.mfu_overlapped)} with overlap"))
+            tiles.append(
+                (
+                    f"{report.unit.capitalize()}/s, estimate",
+                    f"~{facts.rate(both[0], '').rstrip(' /s')}",
+                    f"~{facts.rate(both[1], '').rstrip(' /s')} with overlap",
+                )
+            )
+        tiles.append(
+            ("MFU, estimate", f"~{facts.percent(p.mfu_serial)}", f"~{facts.percent(p.mfu_overlapped)} with overlap")
+        )
         tiles.append(("Bound by", p.bound, facts.RESOURCES[p.bound].split(";")[0]))
     shown = "".join(
         f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
@@ -218,7 +231,9 @@ def _fits(report: Report, reports: Sequence[Report], judged: facts.Verdict) -> s
         said = f"It was not compiled, so temporaries are not known. What the plan places takes {facts.size(whole)}"
     else:
         said = f"Each device needs {facts.size(total)}"
-    said += f" of the {facts.size(memory.available)} that a program may use ({facts.percent(whole / memory.available)})."
+    said += (
+        f" of the {facts.size(memory.available)} that a program may use ({facts.percent(whole / memory.available)})."
+    )
     rows = [
         [
             _Cell(name, before=f'<span class="swatch {_PARTS[name]}"></span>'),
@@ -246,20 +261,17 @@ def _sizes(found: Sequence[facts.Size]) -> str:
         said = "No size of this generation that was looked at fits."
     else:
         unsure = "" if least.exact else "~"
-        may = "" if least.whole else ", if temporaries do as well"
-        said = f"The smallest is {unsure}{least.topology}, {least.devices} devices{may}."
+        may = "" if least.whole else ", temporaries not counted"
+        said = f"The smallest that fits is {unsure}{least.topology}, {least.devices} devices{may}."
     rows = []
     for s in found:
-        mark = "" if s.exact else "~"
-        more = "" if s.whole else "more than "
-        answer = "fits" if s.fits else "does not fit"
-        value = f"{mark}{more}{facts.size(s.total)}, {answer}"
+        value = f"{s.shown}, {s.answer.removeprefix('~')}"
         rows.append((f"{s.topology}, {s.devices} devices, {s.plan}", charts.size_bar(s, scale), value))
     legend = [("fits", "fits"), ("does not fit", "misses")]
     available = facts.size(found[0].available)
     return (
-        f"<h4>Smallest topology</h4><p>{escape(said)}</p><figure><figcaption>Bytes of a device by topology, against its "
-        f"HBM of {available} (the line). Hatched: an estimate, with temporaries scaled by the number of devices."
+        f"<h4>Smallest topology</h4><p>{escape(said)}</p><figure><figcaption>Bytes of a device by topology, against "
+        f"its HBM of {available} (the line). Hatched: an estimate, with temporaries scaled by the number of devices."
         f"</figcaption>{_legend(legend)}{_rows(rows, 'long')}</figure>"
     )
 
@@ -325,7 +337,10 @@ def _times(report: Report) -> str:
         time = sum(by.values())
         label = f"{name}: {', '.join(f'{ph} {facts.seconds(t)}' for ph, _, t in bits)}"
         rows.append((name, charts.bar(bits, longest, label), f"~{facts.seconds(time)}  {facts.percent(time / whole)}"))
-    table = [[name, *(_Cell(facts.seconds(by[ph]) if by.get(ph) else "-", by.get(ph, 0.0)) for ph in total)] for name, by in shown]
+    table = [
+        [name, *(_Cell(facts.seconds(by[ph]) if by.get(ph) else "-", by.get(ph, 0.0)) for ph in total)]
+        for name, by in shown
+    ]
     return "".join(
         [
             "<h4>Where the time goes</h4>",
@@ -361,7 +376,9 @@ def _operators(report: Report) -> str:
             "</figure>",
             _table(head, top, "Operators with the numbers of the picture, the longest first"),
         ]
-    table = _table(head, every, "Of a device in a step, over layers; the share is of the step one after another", sort=True)
+    table = _table(
+        head, every, "Of a device in a step, over layers; the share is of the step one after another", sort=True
+    )
     return "".join([*out, _details(f"All operators ({len(every)})", table)])
 
 
@@ -419,9 +436,10 @@ def _wastes(findings: Sequence[Finding]) -> str:
         where += [f"in {escape(f.module)}"] if f.module else []
         where += [f"{f.count} places"] if f.count > 1 else []
         code = f"<pre>{escape(f.code.strip())}</pre>" if f.code.strip() else ""
+        tags = " &middot; ".join([escape(f.kind), *where])
         cards.append(
-            f'<li class="card">{cost}<h4>{escape(f.what)}</h4><p class="tags">{" &middot; ".join([escape(f.kind), *where])}'
-            f"</p>{code}{f'<p>{escape(f.advice)}</p>' if f.advice else ''}</li>"
+            f'<li class="card">{cost}<h4>{escape(f.what)}</h4><p class="tags">{tags}</p>'
+            f"{code}{f'<p>{escape(f.advice)}</p>' if f.advice else ''}</li>"
         )
     note = "The costliest first; a percentage is the share of the step's time or of the HBM that it takes."
     return f'<h3>What wastes the chip?</h3><p class="soft">{note}</p><ul class="cards">{"".join(cards)}</ul>'
@@ -430,12 +448,19 @@ def _wastes(findings: Sequence[Finding]) -> str:
 def _plan(report: Report) -> str:
     plan = report.plan
     mesh = [[a, _Cell(str(n), n), _axis_use(plan, a)] for a, n in plan.get("mesh", {}).items()]
-    out = ["<h3>How the model is divided</h3>", _table(["axis", "size", "divides"], mesh, "Mesh, the last axis between neighbours")]
+    out = [
+        "<h3>How the model is divided</h3>",
+        _table(["axis", "size", "divides"], mesh, "Mesh, the last axis between neighbours"),
+    ]
     rules = [[pattern, _spec(spec)] for pattern, spec in plan.get("parameters", ())]
     rules += [[f"result of {pattern}", _spec(spec)] for pattern, spec in plan.get("activations", ())]
     if rules:
         head = ["pattern in the name", "axes by dimension"]
-        out.append(_details(f"Rules for parameters and results ({len(rules)})", _table(head, rules, "The first that matches holds")))
+        out.append(
+            _details(
+                f"Rules for parameters and results ({len(rules)})", _table(head, rules, "The first that matches holds")
+            )
+        )
     if report.tried:
         rows = [
             [name, status, _Cell(facts.size(n) if n else "-", n), _Cell(f"~{facts.seconds(t)}" if t else "-", t)]

@@ -57,7 +57,7 @@ def text(reports: Report | Sequence[Report], *, colour: bool | None = None) -> s
     for report in several:
         lines += [*writer.report(report, several), ""]
     lines += writer.ending(several)
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return "\n".join(line.rstrip() for line in lines)
 
 
 @dataclass
@@ -74,37 +74,50 @@ class _Writer:
         return self.paint(words.upper(), "bold")
 
     def comparison(self, reports: Sequence[Report]) -> Iterator[str]:
-        alike = all(facts.comparable(r, reports[0]) for r in reports)
-        name = f"{reports[0].model}, {facts.work(reports[0])}" if alike else f"{len(reports)} checks"
-        yield from _wrapped(f"{name}: {len(reports)} topologies" if alike else name, "")
+        alike, first = facts.alike(reports), reports[0]
+        batches = len({r.batch for r in reports}) > 1
+        name = f"{first.model}, {facts.work(first, not batches)}" if alike else f"{len(reports)} checks"
+        yield from (self.paint(line, "bold") for line in _wrapped(name, ""))
         yield ""
-        head = ["topology", "chips", "plan", "result", "HBM of a device", "step", "throughput", "MFU", "bound"]
-        if not alike:
-            head = ["model", *head]
-        rows = [self._compared(r, alike) for r in reports]
-        numbers = {"chips", "HBM of a device", "step", "throughput", "MFU"}
-        yield from self.table(head, rows, right=[h in numbers for h in head])
+        units = {r.unit for r in reports}
+        head = [
+            "topology",
+            "chips",
+            "plan",
+            "result",
+            "HBM",
+            "step",
+            f"{units.pop()}/s" if len(units) == 1 else "a second",
+        ]
+        head += ["MFU", "bound"]
+        rows = [self._compared(r) for r in reports]
+        for wanted, column, values in (
+            (batches, "batch", [r.batch for r in reports]),
+            (not alike, "model", [r.model for r in reports]),
+        ):
+            if wanted:
+                head.insert(0, column)
+                rows = [[str(value), *row] for value, row in zip(values, rows, strict=True)]
+        numbers = {"batch", "chips", "HBM", "step", "MFU"}
+        yield from self.table(head, rows, right=[h in numbers or h.endswith(("second", "/s")) for h in head])
         if alike:
             yield ""
             for sentence in facts.recommendations(reports):
                 yield from _wrapped(sentence, "  ")
 
-    def _compared(self, report: Report, alike: bool) -> list[str]:
-        judged, p, memory = facts.verdict(report), report.prediction, report.memory
-        total, both = facts.needed(report), facts.throughput(report)
-        used = facts.size(total) if total is not None else ""
-        row = [
+    def _compared(self, report: Report) -> list[str]:
+        p, memory, total, both = report.prediction, report.memory, facts.needed(report), facts.throughput(report)
+        return [
             report.topology,
             str(report.chips),
             report.plan_name or "custom",
-            judged.word,
-            f"{used} of {facts.size(memory.available)}" if memory is not None and used else "-",
+            facts.verdict(report).word,
+            facts.percent(total / memory.available) if memory is not None and total is not None else "-",
             f"~{facts.seconds(p.serial_seconds)}" if p is not None else "-",
-            f"~{facts.rate(both[0], report.unit)}" if both is not None else "-",
+            f"~{facts.plain(both[0])}" if both is not None else "-",
             f"~{facts.percent(p.mfu_serial)}" if p is not None else "-",
             p.bound if p is not None else "-",
         ]
-        return row if alike else [report.model, *row]
 
     def report(self, report: Report, reports: Sequence[Report]) -> Iterator[str]:
         yield from self._title(report)
@@ -205,18 +218,13 @@ class _Writer:
         elif least.exact:
             yield from _wrapped(f"Smallest topology that fits: {least.topology} ({least.devices} devices).", "  ")
         else:
-            may = "" if least.whole else ", if temporaries do as well"
-            yield from _wrapped(f"Smallest topology that fits: ~{least.topology} ({least.devices} devices){may}.", "  ")
+            said = f"Smallest topology that fits: ~{least.topology} ({least.devices} devices)"
+            yield from _wrapped(f"{said}{'' if least.whole else ', temporaries not counted'}.", "  ")
         rows = []
         for s in found:
-            mark = "" if s.exact else "~"
-            more = "" if s.whole else "more than "
             blocks = min(24, round(16 * s.total / s.available))
             bar = "#" * min(blocks, 16) + ("|" + "#" * (blocks - 16) if blocks > 16 else "." * (16 - blocks) + "|")
-            answer = "fits" if s.fits else "does not fit"
-            rows.append(
-                [s.topology, str(s.devices), s.plan, f"{mark}{more}{facts.size(s.total)}", bar, f"{mark}{answer}"]
-            )
+            rows.append([s.topology, str(s.devices), s.plan, s.shown, bar, s.answer])
         head = ["topology", "devices", "plan", "of a device", f"HBM to |, {facts.size(found[0].available)}", ""]
         yield from self.table(head, rows, right=[False, True, False, True, False, False])
 
@@ -349,11 +357,15 @@ class _Writer:
             yield from _wrapped(", ".join(f"{name} {version or 'absent'}" for name, version in versions), "  ")
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> Iterator[str]:
-        """Aligned columns; the widest is shortened until a line fits."""
+        """Aligned columns; words are shortened until a line fits, numbers are not."""
         cells = [[_clean(c) for c in row] + [""] * (len(head) - len(row)) for row in (head, *rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+        free = [i for i, r in enumerate(right) if not r]
         while sum(widths) + 2 * len(widths) > WIDTH:
-            widths[widths.index(max(widths))] -= 1
+            widest = max(free, key=lambda i: widths[i])
+            if widths[widest] <= 8:
+                break
+            widths[widest] -= 1
         for number, row in enumerate(cells):
             shown = [_short(c, w) for c, w in zip(row, widths, strict=True)]
             line = "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(shown, widths, right, strict=True))
@@ -366,8 +378,7 @@ def _blocks(value: float, whole: float, width: int) -> str:
 
 
 def _clean(words: str) -> str:
-    """Without what would move the cursor or colour the terminal."""
-    return "".join(c if c.isprintable() else " " for c in words)
+    return facts.clean(words.replace("\n", " "))
 
 
 def _short(words: str, width: int) -> str:
