@@ -129,7 +129,7 @@ def roofline(chip: Chip, found: Sequence[facts.Group]) -> tuple[str, list[facts.
     peak, slope = chip.flops["bf16"], chip.hbm_bandwidth
     ridge = peak / slope
     intensities = [g.flops / g.hbm_bytes for g in points if g.hbm_bytes]
-    low = math.floor(math.log10(max(min([*intensities, ridge / 20]), ridge / 1e4)))
+    low = math.floor(math.log10(max(min([*intensities, ridge / 20]), ridge / 1e4)) - 0.1)
     high = math.ceil(math.log10(min(max([*intensities, ridge * 20]), ridge * 1e4)))
     top = math.log10(peak) + 0.25
     bottom = min(math.log10(slope) + low, top - 2)

@@ -37,6 +37,7 @@ __all__ = [
     "rate",
     "recommendations",
     "seconds",
+    "share",
     "size",
     "sizes",
     "smallest",
@@ -100,11 +101,16 @@ def count(value: int) -> str:
     return str(value)
 
 
-def percent(share: float) -> str:
-    """A share of 1, such as ``"12%"``; below 10% with one digit more."""
-    if share and share < 0.0005:
+def percent(part: float) -> str:
+    """A part of 1, such as ``"12%"``; below 10% with one digit more."""
+    if part and part < 0.0005:
         return "<0.1%"
-    return f"{100 * share:.0f}%" if share >= 0.0995 or not share else f"{100 * share:.1f}%"
+    return f"{100 * part:.0f}%" if part >= 0.0995 or not part else f"{100 * part:.1f}%"
+
+
+def share(part: float, whole: float) -> str:
+    """A part of a whole in percent; a dash if the whole is nothing."""
+    return percent(part / whole) if whole else "-"
 
 
 def rate(value: float, unit: str) -> str:
@@ -352,16 +358,16 @@ def sizes(report: Report, reports: Sequence[Report] = ()) -> list[Size]:
         found[f.topology] = Size(f.topology, f.devices, f.plan, total, available, fits, False, known)
     for r in (*(r for r in reports if comparable(r, report)), report):
         if r.topology.split(":")[0] == generation and r.memory is not None and r.status in ("ok", "memory"):
-            total = needed(r)
+            whole = needed(r)
             exact = Size(
                 r.topology,
                 r.devices,
                 r.plan_name,
-                r.memory.total if total is None else total,
+                r.memory.total if whole is None else whole,
                 r.memory.available,
                 r.status == "ok",
                 True,
-                total is not None,
+                whole is not None,
             )
             found[r.topology] = exact
     # Where temporaries are not known, what is no larger than a machine that was too small is too small as well.

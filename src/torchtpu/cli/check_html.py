@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from torchtpu.aot.report import Finding, Report
 from torchtpu.aot.topology import Topology
@@ -60,7 +61,7 @@ def page(reports: Report | Sequence[Report]) -> str:
         raise ValueError("there is no report to show")
     names = list(dict.fromkeys(r.model for r in several))
     where = several[0].topology if len(several) == 1 else f"{len(several)} topologies"
-    title = f"{', '.join(names)} on {where}"
+    title = facts.clean(f"{', '.join(names)} on {where}")
     body = [f"<h1>{escape(title)}</h1>"]
     if len(several) > 1:
         body.append(_comparison(several))
@@ -72,7 +73,7 @@ def page(reports: Report | Sequence[Report]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>torchtpu check: {escape(title)}</title>\n<style>\n{_asset('check.css')}</style>\n</head>\n<body>\n"
-        f"{_HATCH}\n<main>\n" + "\n".join(body) + "\n</main>\n"
+        f"{_HATCH}\n<main>\n" + facts.clean("\n".join(body)) + "\n</main>\n"
         # "<" cannot end the element, or begin a comment, when it is escaped as JSON allows.
         f'<script type="application/json" id="torchtpu-check">{data.replace("<", chr(92) + "u003c")}</script>\n'
         f"<script>\n{_asset('check.js')}</script>\n</body>\n</html>\n"
@@ -179,7 +180,7 @@ def _report(report: Report, reports: Sequence[Report], number: int) -> str:
     if report.saved:
         out.append(f"<p>The executable is in <code>{escape(report.saved)}</code>.</p>")
     if report.message and report.status not in ("ok", "memory"):
-        out.append(f"<pre>{escape(facts.clean(report.message))}</pre>")
+        out.append(f"<pre>{escape(report.message)}</pre>")
     if judged.advice:
         items = "".join(f"<li>{escape(a)}</li>" for a in judged.advice)
         out.append(f'<div class="todo"><strong>What to do</strong><ul>{items}</ul></div>')
@@ -198,7 +199,7 @@ def _tiles(report: Report, judged: facts.Verdict) -> str:
     p, memory, both, total = report.prediction, report.memory, facts.throughput(report), facts.needed(report)
     tiles = [("Result", judged.word.capitalize() if judged.word != "ok" else "Compiles and fits", report.topology)]
     if memory is not None and total is not None:
-        share = facts.percent(total / memory.available)
+        share = facts.share(total, memory.available)
         tiles.append(("HBM of a device", share, f"{facts.size(total)} of {facts.size(memory.available)}"))
     if p is not None:
         low, high = facts.seconds(p.overlapped_seconds), facts.seconds(p.serial_seconds)
@@ -231,18 +232,16 @@ def _fits(report: Report, reports: Sequence[Report], judged: facts.Verdict) -> s
         said = f"It was not compiled, so temporaries are not known. What the plan places takes {facts.size(whole)}"
     else:
         said = f"Each device needs {facts.size(total)}"
-    said += (
-        f" of the {facts.size(memory.available)} that a program may use ({facts.percent(whole / memory.available)})."
-    )
+    said += f" of the {facts.size(memory.available)} that a program may use ({facts.share(whole, memory.available)})."
     rows = [
         [
             _Cell(name, before=f'<span class="swatch {_PARTS[name]}"></span>'),
             _Cell(facts.size(n), n),
-            _Cell(facts.percent(n / memory.available), n / memory.available),
+            _Cell(facts.share(n, memory.available), n / memory.available),
         ]
         for name, n in parts
     ]
-    rows.append([_Cell("all"), _Cell(facts.size(whole), whole), _Cell(facts.percent(whole / memory.available), 0)])
+    rows.append([_Cell("all"), _Cell(facts.size(whole), whole), _Cell(facts.share(whole, memory.available), 0)])
     head = ["part", "bytes", "of the HBM"]
     out = [
         f"<h3>Does it fit? {_badge(judged.fits)}</h3><p>{escape(said)}</p>",
@@ -290,7 +289,7 @@ def _fast(report: Report) -> str:
     whole = p.serial_seconds
     alone = [
         (name, charts.bar([(style, f"{what}: {facts.seconds(t)}", t)], whole, f"{what} {facts.seconds(t)}"),
-         f"~{facts.seconds(t)}  {facts.percent(t / whole)}")
+         f"~{facts.seconds(t)}  {facts.share(t, whole)}")
         for name, style, what, t in (
             ("MXU, products", "mxu", "MXU", p.mxu_seconds),
             ("HBM, memory traffic", "hbm", "HBM", p.hbm_seconds),
@@ -322,7 +321,7 @@ def _times(report: Report) -> str:
     whole = sum(total.values())
     if not whole:
         return ""
-    parts = [(phase, f"{phase}: {facts.seconds(t)}, {facts.percent(t / whole)}", t) for phase, t in total.items()]
+    parts = [(phase, f"{phase}: {facts.seconds(t)}, {facts.share(t, whole)}", t) for phase, t in total.items()]
     said = ", ".join(title for _, title, _ in parts)
     found = facts.groups(report, operators=False, communication=True)
     shown = [(g.module, g.by_phase) for g in found[:_MODULES]]
@@ -336,8 +335,8 @@ def _times(report: Report) -> str:
         bits = [(ph, f"{name}, {ph}: {facts.seconds(by[ph])}", by[ph]) for ph in facts.PHASES if by.get(ph)]
         time = sum(by.values())
         label = f"{name}: {', '.join(f'{ph} {facts.seconds(t)}' for ph, _, t in bits)}"
-        rows.append((name, charts.bar(bits, longest, label), f"~{facts.seconds(time)}  {facts.percent(time / whole)}"))
-    table = [
+        rows.append((name, charts.bar(bits, longest, label), f"~{facts.seconds(time)}  {facts.share(time, whole)}"))
+    table: list[list[str | _Cell]] = [
         [name, *(_Cell(facts.seconds(by[ph]) if by.get(ph) else "-", by.get(ph, 0.0)) for ph in total)]
         for name, by in shown
     ]
@@ -384,11 +383,11 @@ def _operators(report: Report) -> str:
 
 def _operator(report: Report, g: facts.Group, before: str = "") -> list[str | _Cell]:
     assert report.prediction is not None
-    share = g.seconds / report.prediction.serial_seconds
+    whole = report.prediction.serial_seconds
     intensity = g.flops / g.hbm_bytes if g.hbm_bytes else 0.0
     return [
         f"{before}{g.module} {g.operator}".strip(),
-        _Cell(facts.percent(share), share),
+        _Cell(facts.share(g.seconds, whole), g.seconds),
         _Cell(f"~{facts.seconds(g.seconds)}", g.seconds),
         _Cell(facts.flops(g.flops), g.flops),
         _Cell(facts.size(g.hbm_bytes) if g.hbm_bytes else "-", g.hbm_bytes),
@@ -413,7 +412,7 @@ def _collectives(report: Report) -> str:
             t.over,
             "yes" if t.asynchronous else "no",
             _Cell(f"~{facts.seconds(t.seconds)}", t.seconds),
-            _Cell(facts.percent(t.seconds / p.serial_seconds), t.seconds),
+            _Cell(facts.share(t.seconds, p.serial_seconds), t.seconds),
         ]
         for t in found
     ]
@@ -462,7 +461,7 @@ def _plan(report: Report) -> str:
             )
         )
     if report.tried:
-        rows = [
+        rows: list[list[str | _Cell]] = [
             [name, status, _Cell(facts.size(n) if n else "-", n), _Cell(f"~{facts.seconds(t)}" if t else "-", t)]
             for name, status, n, t in report.tried
         ]
@@ -471,7 +470,7 @@ def _plan(report: Report) -> str:
     return "".join(out)
 
 
-def _axis_use(plan: dict[str, object], axis: str) -> str:
+def _axis_use(plan: dict[str, Any], axis: str) -> str:
     uses = {
         "batch": "the batch",
         "sequence": "the sequence between layers",
@@ -480,7 +479,7 @@ def _axis_use(plan: dict[str, object], axis: str) -> str:
         "experts": "the experts",
     }
     found = [what for part, what in uses.items() if axis in _names(plan.get(part))]
-    if any(axis in _names(axes) for _, spec in plan.get("parameters", ()) for axes in spec):  # type: ignore[attr-defined]
+    if any(axis in _names(axes) for _, spec in plan.get("parameters", ()) for axes in spec):
         found.append("parameters by the rules below")
     return ", ".join(found) or "nothing"
 
@@ -497,7 +496,7 @@ def _spec(spec: Sequence[Sequence[str]]) -> str:
 
 def _ending(reports: Sequence[Report]) -> str:
     items = "".join(f"<li>{escape(a)}</li>" for a in facts.assumptions(reports))
-    rows = []
+    rows: list[list[str | _Cell]] = []
     for r in reports:
         t = r.timing
         times = (t.build, t.trace, t.lower, t.compile, t.analyse)

@@ -112,7 +112,7 @@ class _Writer:
             str(report.chips),
             report.plan_name or "custom",
             facts.verdict(report).word,
-            facts.percent(total / memory.available) if memory is not None and total is not None else "-",
+            facts.share(total, memory.available) if memory is not None and total is not None else "-",
             f"~{facts.seconds(p.serial_seconds)}" if p is not None else "-",
             f"~{facts.plain(both[0])}" if both is not None else "-",
             f"~{facts.percent(p.mfu_serial)}" if p is not None else "-",
@@ -177,7 +177,7 @@ class _Writer:
             said = f"It was not compiled, so temporaries are not known; what the plan places takes {facts.size(held)}"
         else:
             said = f"Each device needs {facts.size(total)}"
-        share = facts.percent((memory.total if total is None else total) / memory.available)
+        share = facts.share((memory.total if total is None else total), memory.available)
         yield from _wrapped(f"{said} of {facts.size(memory.available)} HBM ({share}).", "  ")
         yield ""
         yield self._bar(report)
@@ -265,7 +265,7 @@ class _Writer:
         rows = [
             [
                 _short(_clean(f"{g.module} {g.operator}".strip()), 46),
-                facts.percent(g.seconds / p.serial_seconds),
+                facts.share(g.seconds, p.serial_seconds),
                 f"~{facts.seconds(g.seconds)}",
                 facts.flops(g.flops),
                 facts.size(g.hbm_bytes) if g.hbm_bytes else "-",
@@ -277,7 +277,7 @@ class _Writer:
             rest = sum(g.seconds for g in found[_SHOWN:])
             more = facts.flops(sum(g.flops for g in found[_SHOWN:]))
             moved = facts.size(sum(g.hbm_bytes for g in found[_SHOWN:]))
-            share = facts.percent(rest / p.serial_seconds)
+            share = facts.share(rest, p.serial_seconds)
             rows.append([f"{len(found) - _SHOWN} more", share, f"~{facts.seconds(rest)}", more, moved, ""])
         head = ["operator", "share", "time", "FLOPs", "HBM traffic", "bound"]
         yield from self.table(head, rows, right=[False, True, True, True, True, False])
@@ -300,7 +300,7 @@ class _Writer:
                 str(t.executions),
                 str(t.group_size),
                 f"~{facts.seconds(t.seconds)}",
-                facts.percent(t.seconds / p.serial_seconds),
+                facts.share(t.seconds, p.serial_seconds),
             ]
             for t in found[:_SHOWN]
         ]
@@ -308,7 +308,7 @@ class _Writer:
             rest = sum(t.seconds for t in found[_SHOWN:])
             runs = sum(t.executions for t in found[_SHOWN:])
             row = [f"{len(found) - _SHOWN} more", "", "", facts.size(sum(t.bytes for t in found[_SHOWN:])), str(runs)]
-            rows.append([*row, "", f"~{facts.seconds(rest)}", facts.percent(rest / p.serial_seconds)])
+            rows.append([*row, "", f"~{facts.seconds(rest)}", facts.share(rest, p.serial_seconds)])
         head = ["collective", "for", "phase", "bytes", "runs", "devices", "time", "share"]
         yield from self.table(head, rows, right=[False, False, False, True, True, True, True, True])
 
@@ -374,7 +374,7 @@ class _Writer:
 
 def _blocks(value: float, whole: float, width: int) -> str:
     filled = min(width, round(width * value / whole)) if whole else 0
-    return f"{'#' * filled}{'.' * (width - filled)} {facts.percent(value / whole) if whole else ''}"
+    return f"{'#' * filled}{'.' * (width - filled)} {facts.share(value, whole) if whole else ''}"
 
 
 def _clean(words: str) -> str:
