@@ -25,15 +25,16 @@ __all__ = [
     "collectives",
     "comparable",
     "count",
+    "devices",
     "flops",
     "groups",
+    "machine",
     "memory_parts",
     "needed",
     "percent",
     "phases",
     "place",
     "plain",
-    "pods",
     "rate",
     "recommendations",
     "seconds",
@@ -74,10 +75,11 @@ def size(nbytes: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in s, ms or us."""
-    if value >= 1:
-        return f"{_digits(value)} s"
-    return f"{_digits(value * 1e3)} ms" if value >= 1e-3 else f"{_digits(value * 1e6)} us"
+    """A time in s, ms, us or ns."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{_digits(value / scale)} {unit}"
+    return f"{_digits(value * 1e9)} ns"
 
 
 def amount(value: float, unit: str) -> str:
@@ -146,10 +148,15 @@ def work(report: Report, batch: bool = True) -> str:
     return ", ".join(part for part in (what, several, report.dtype) if part)
 
 
-def pods(report: Report) -> str:
+def devices(number: int) -> str:
+    """A number of devices in words."""
+    return f"{number} device{'s' * (number != 1)}"
+
+
+def machine(report: Report) -> str:
     """The machine in words."""
     chips = f"{report.chips} chip{'s' * (report.chips != 1)}"
-    return chips if report.chips == report.devices else f"{chips}, {report.devices} devices"
+    return chips if report.chips == report.devices else f"{chips}, {devices(report.devices)}"
 
 
 @dataclass(frozen=True)
@@ -252,10 +259,10 @@ def _memory_advice(report: Report, reports: Sequence[Report]) -> tuple[str, ...]
     generation = report.topology.split(":")[0]
     advice = []
     if found is not None and found.exact:
-        advice.append(f"Use {found.topology} ({found.devices} devices, {found.plan}), which was compiled and fits.")
+        advice.append(f"Use {found.topology} ({devices(found.devices)}, {found.plan}), which was compiled and fits.")
     elif found is not None:
         holds = "is estimated to fit" if found.whole else "has room for what the plan places, temporaries not counted"
-        advice.append(f"Check {found.topology} ({found.devices} devices, {found.plan}), which {holds}.")
+        advice.append(f"Check {found.topology} ({devices(found.devices)}, {found.plan}), which {holds}.")
     else:
         advice.append(f"No size of {generation} that was looked at is estimated to fit: take chips with more HBM.")
     memory = report.memory
@@ -464,7 +471,7 @@ def groups(report: Report, *, operators: bool, communication: bool) -> list[Grou
         module, operator = place(report, scope)
         operator = _SUFFIX.sub("", operator) if operators else ""
         key = _NUMBER.sub("*", module), operator
-        one = found.setdefault(key, Group(module or "(no module)", operator))
+        one = found.setdefault(key, Group(module or "(outside modules)", operator))
         one.members.add(module)
         if len(one.members) > 1:
             one.module = key[0]
@@ -513,7 +520,7 @@ def collectives(report: Report) -> list[Traffic]:
     for c in report.prediction.collectives if report.prediction is not None else ():
         module = place(report, c.scope)[0]
         key = c.kind, _NUMBER.sub("*", module), c.phase, c.group_size, c.over
-        one = found.setdefault(key, Traffic(c.kind, module or "(no module)", c.phase, c.group_size, c.over))
+        one = found.setdefault(key, Traffic(c.kind, module or "(outside modules)", c.phase, c.group_size, c.over))
         if module and module != one.module:
             one.module = key[1]
         one.executions += c.executions
@@ -546,7 +553,7 @@ def recommendations(reports: Sequence[Report]) -> list[str]:
     if not good:
         return ["No topology that was compiled fits."]
     least = min(good, key=lambda r: r.chips)
-    said = [f"Smallest that compiles and fits: {least.topology} ({pods(least)}, {least.plan_name})."]
+    said = [f"Smallest that compiles and fits: {least.topology} ({machine(least)}, {least.plan_name})."]
     timed = [(r, both) for r in good if (both := throughput(r)) is not None]
     if len(timed) > 1:
         fast, (serial, _) = max(timed, key=lambda x: x[1][0])

@@ -95,7 +95,8 @@ def _table(
     """A table; columns of numbers are those of cells with a value, and lie to the right."""
     several = [[c if isinstance(c, _Cell) else _Cell(c) for c in row] for row in rows]
     right = [any(row[i].value is not None for row in several) for i in range(len(head))]
-    style = ' class="sortable"' if sort else ""
+    kinds = [kind for kind, holds in (("sortable", sort), ("many", len(head) > 5)) if holds]
+    style = f' class="{" ".join(kinds)}"' if kinds else ""
     out = [f'<div class="scroll" tabindex="0"><table{style}><caption>{escape(caption)}</caption><thead><tr>']
     out += [f'<th scope="col"{" class=number" if r else ""}>{escape(h)}</th>' for h, r in zip(head, right, strict=True)]
     out.append("</tr></thead><tbody>")
@@ -168,7 +169,7 @@ def _report(report: Report, reports: Sequence[Report], number: int) -> str:
     mesh = " x ".join(f"{a} {n}" for a, n in report.plan.get("mesh", {}).items())
     source = f", by {report.published_source}" if report.published_source else ""
     published = f" (published: {facts.count(report.published)}{source})" if report.published else ""
-    about = f"{facts.work(report)}. {facts.count(report.parameters)} parameters{published}. {facts.pods(report)}, "
+    about = f"{facts.work(report)}. {facts.count(report.parameters)} parameters{published}. {facts.machine(report)}, "
     about += f"plan {report.plan_name or 'custom'} (mesh {mesh})."
     out.append(f'<p class="soft">{escape(about[0].upper() + about[1:])}</p>')
     out.append(_tiles(report, judged))
@@ -261,11 +262,11 @@ def _sizes(found: Sequence[facts.Size]) -> str:
     else:
         unsure = "" if least.exact else "~"
         may = "" if least.whole else ", temporaries not counted"
-        said = f"The smallest that fits is {unsure}{least.topology}, {least.devices} devices{may}."
+        said = f"The smallest that fits is {unsure}{least.topology}, {facts.devices(least.devices)}{may}."
     rows = []
     for s in found:
         value = f"{s.shown}, {s.answer.removeprefix('~')}"
-        rows.append((f"{s.topology}, {s.devices} devices, {s.plan}", charts.size_bar(s, scale), value))
+        rows.append((f"{s.topology}, {facts.devices(s.devices)}, {s.plan}", charts.size_bar(s, scale), value))
     legend = [("fits", "fits"), ("does not fit", "misses")]
     available = facts.size(found[0].available)
     return (
@@ -289,7 +290,7 @@ def _fast(report: Report) -> str:
     whole = p.serial_seconds
     alone = [
         (name, charts.bar([(style, f"{what}: {facts.seconds(t)}", t)], whole, f"{what} {facts.seconds(t)}"),
-         f"~{facts.seconds(t)}  {facts.share(t, whole)}")
+         f"~{facts.seconds(t)}, {facts.share(t, whole)}")
         for name, style, what, t in (
             ("MXU, products", "mxu", "MXU", p.mxu_seconds),
             ("HBM, memory traffic", "hbm", "HBM", p.hbm_seconds),
@@ -335,7 +336,7 @@ def _times(report: Report) -> str:
         bits = [(ph, f"{name}, {ph}: {facts.seconds(by[ph])}", by[ph]) for ph in facts.PHASES if by.get(ph)]
         time = sum(by.values())
         label = f"{name}: {', '.join(f'{ph} {facts.seconds(t)}' for ph, _, t in bits)}"
-        rows.append((name, charts.bar(bits, longest, label), f"~{facts.seconds(time)}  {facts.share(time, whole)}"))
+        rows.append((name, charts.bar(bits, longest, label), f"~{facts.seconds(time)}, {facts.share(time, whole)}"))
     table: list[list[str | _Cell]] = [
         [name, *(_Cell(facts.seconds(by[ph]) if by.get(ph) else "-", by.get(ph, 0.0)) for ph in total)]
         for name, by in shown

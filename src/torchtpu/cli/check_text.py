@@ -137,7 +137,7 @@ class _Writer:
         published = f" (published: {facts.count(report.published)})" if report.published else ""
         yield from _wrapped(f"{facts.work(report)}; {facts.count(report.parameters)} parameters{published}", "")
         mesh = " x ".join(f"{a} {n}" for a, n in report.plan.get("mesh", {}).items())
-        yield from _wrapped(f"{facts.pods(report)}; plan {report.plan_name or 'custom'} (mesh {mesh})", "")
+        yield from _wrapped(f"{facts.machine(report)}; plan {report.plan_name or 'custom'} (mesh {mesh})", "")
 
     def _compiles(self, report: Report, reports: Sequence[Report]) -> Iterator[str]:
         judged = facts.verdict(report, reports)
@@ -216,9 +216,11 @@ class _Writer:
         if least is None:
             yield "  No size of this generation that was looked at fits."
         elif least.exact:
-            yield from _wrapped(f"Smallest topology that fits: {least.topology} ({least.devices} devices).", "  ")
+            yield from _wrapped(
+                f"Smallest topology that fits: {least.topology} ({facts.devices(least.devices)}).", "  "
+            )
         else:
-            said = f"Smallest topology that fits: ~{least.topology} ({least.devices} devices)"
+            said = f"Smallest topology that fits: ~{least.topology} ({facts.devices(least.devices)})"
             yield from _wrapped(f"{said}{'' if least.whole else ', temporaries not counted'}.", "  ")
         rows = []
         for s in found:
