@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,9 +165,24 @@ class Report:
         return next((f for f in self.fits if f.fits), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        data = dataclasses.asdict(self)
+        """Plain data that ``json.dumps(…, allow_nan=False)`` takes: what is not a finite number is None."""
+        data: dict[str, Any] = _plain(dataclasses.asdict(self))
         if self.memory is not None:
             data["memory"]["fits"] = self.memory.fits
         data["smallest"] = self.smallest.topology if self.smallest else None
         return data
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, strings for keys, Python's numbers for NumPy's, None for infinity and what is no number."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, bool | str) or value is None:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    raise TypeError(f"a report holds {value!r}, which is no plain data")
