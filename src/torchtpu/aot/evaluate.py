@@ -18,6 +18,7 @@ from torchtpu.aot.layout import Layout
 from torchtpu.compile.draws import Draws
 from torchtpu.lowering.apply import NoLowering, constant_array
 from torchtpu.lowering.context import Trace, tracing
+from torchtpu.lowering.precision import narrow_gradients
 from torchtpu.sharding import Spec
 
 __all__ = ["Evaluator", "Value"]
@@ -118,7 +119,9 @@ class Evaluator:
         plan = self.layout.plan
         if given.kind == "input" or (given.kind == "buffer" and len(given.shape) == 4):
             # inputs begin with the batch; buffers of four dimensions are caches: (batch, heads, length, width)
-            axes = (plan.batch, plan.heads) if len(given.shape) == 4 else (plan.batch,)
+            tokens = len(given.shape) == 2 and not given.dtype.is_floating_point
+            second = {4: plan.heads if given.kind == "buffer" else (), 2: plan.sequence if tokens else ()}
+            axes = (plan.batch, second.get(len(given.shape), ()))
             spec = self.layout.fitting(given.shape, axes[: len(given.shape)])
             return Value(given.name, given.kind, given.shape, given.dtype, spec, spec, (given.name,))
         spec, used = plan.spec(given.name, given.shape), plan.used(given.name, given.shape)
@@ -154,7 +157,7 @@ class Evaluator:
         draws = Draws(trace, seed)
         firsts = {loop.blocks[0][0]: loop for loop in self.loops}
         inside = {n for loop in self.loops for block in loop.blocks for n in block}
-        with tracing(trace):
+        with tracing(trace), narrow_gradients():
             for node in self.graph.fx.nodes:
                 if node in firsts:
                     self._loop(firsts[node], env, draws)

@@ -47,6 +47,7 @@ def experts_on_mesh(
         body: which experts they are.
     """
     plan = layout.plan
+    index = index.astype(jnp.int32)
     tokens = hidden.shape[0]
     axes = (*plan.batch, *(a for a in plan.sequence if a not in plan.batch))
     spec = layout.fitting((tokens,), (axes,))[0]
@@ -76,7 +77,6 @@ def _local(
     own = parameters[0].shape[0]
     tokens, k = index.shape
     pairs = tokens * k
-    index = index.astype(jnp.int32)
     if over is None:
         slots, source = _sorted(index.reshape(-1), pairs)
         made = _run(

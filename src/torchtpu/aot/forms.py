@@ -215,8 +215,13 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> jax.Array:
-    """``embedding`` whose padding row gets no gradient."""
+    """``embedding`` whose padding row gets no gradient, and whose result is divided as hidden states are."""
+    indices = indices.astype(jnp.int32)
+    if indices.ndim == 2:
+        indices = layout.place(indices, layout.hidden((*indices.shape, 1))[:2])
     found = plain_embedding(weight, indices)
+    if indices.ndim == 2:
+        found = layout.place(found, layout.hidden(found.shape))
     if padding_idx < 0:
         return found
     return jnp.where((indices == padding_idx)[..., None], jax.lax.stop_gradient(found), found)

@@ -130,7 +130,7 @@ def _run(step: Step, model: torch.nn.Module, inputs: Any) -> Any:
             state[part] = {name: array(name, of) for name, of in step.state[part].items()}
         batch = {
             name: jax.device_put(
-                np.zeros(of.shape, of.dtype) if name == "seed" else _numpy(inputs[name]), of.sharding
+                np.zeros(of.shape, of.dtype) if name == "seed" else _numpy(inputs[name]).astype(of.dtype), of.sharding
             )
             for name, of in step.batch.items()
         }

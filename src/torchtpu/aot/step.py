@@ -104,14 +104,18 @@ def build_step(graph: Graph, layout: Layout, kind: str, remat: str = "full") -> 
     by_kind = {k: [v for v in evaluator.values if v.kind == k] for k in ("parameter", "buffer", "input")}
     typed = lambda values: {v.name: _type(v, layout) for v in values}  # noqa: E731
     state: dict[str, Any] = {"parameters": typed(by_kind["parameter"]), "buffers": typed(by_kind["buffer"])}
+    # Token numbers travel in 32 bits. Besides costing twice as much, a 64-bit input that is divided within the program
+    # crashes libtpu on TPU7x.
+    wide = [v.name for v in by_kind["input"] if v.dtype is torch.int64]
     batch = typed(by_kind["input"])
+    batch |= {v.name: _type(v, layout, np.int32) for v in by_kind["input"] if v.name in wide}
     if any(_draws(n) for n in graph.fx.nodes):
         batch["seed"] = jax.ShapeDtypeStruct((4,), np.uint32, sharding=layout.sharding(((),)))
-    assumptions: list[str] = []
+    assumptions = ["integer inputs, such as the numbers of tokens, travel to the device in 32 bits"] if wide else []
     loss_of = _loss(graph, assumptions) if kind == "train" else None
 
     def forward(parameters: Mapping[str, Any], buffers: Mapping[str, Any], inputs: Mapping[str, Any]) -> Any:
-        given = {k: x for k, x in inputs.items() if k != "seed"}
+        given = {k: x.astype(jnp.int64) if k in wide else x for k, x in inputs.items() if k != "seed"}
         return evaluator.run({**parameters, **buffers, **given}, inputs.get("seed"))
 
     def run(state: Any, batch: Any) -> tuple[Any, Any]:

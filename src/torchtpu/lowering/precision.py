@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
-__all__ = ["accumulator", "einsum", "matmul_precision", "product"]
+__all__ = ["accumulator", "einsum", "matmul_precision", "narrow", "narrow_gradients", "product"]
 
 _PRECISIONS = {
     "highest": jax.lax.Precision.HIGHEST,
@@ -36,7 +42,8 @@ def product(x: jax.Array, y: jax.Array) -> jax.Array:
     if x.dtype.itemsize == 8 and x.dtype.kind in "iu":
         # A TPU has no product of 64-bit integers; sums of products it emulates.
         return jax.lax.platform_dependent(x, y, tpu=_sum_of_products, default=jnp.matmul)
-    return jnp.matmul(x, y, precision=matmul_precision(), preferred_element_type=accumulator(x.dtype))
+    wide = {"precision": matmul_precision(), "preferred_element_type": accumulator(x.dtype)}
+    return narrow(functools.partial(jnp.matmul, **wide), jnp.matmul, x, y)
 
 
 def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -50,5 +57,56 @@ def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def einsum(formula: str, *operands: jax.Array) -> jax.Array:
     """``jnp.einsum`` in the accumulator dtype and the user's precision."""
-    dtype = accumulator(operands[0].dtype)
-    return jnp.einsum(formula, *operands, precision=matmul_precision(), preferred_element_type=dtype)
+    wide = {"precision": matmul_precision(), "preferred_element_type": accumulator(operands[0].dtype)}
+    run = functools.partial(jnp.einsum, formula)
+    return narrow(functools.partial(run, **wide), run, *operands)
+
+
+_state = threading.local()
+
+
+@contextlib.contextmanager
+def narrow_gradients() -> Iterator[None]:
+    """Products traced here and differentiated by JAX have gradients as PyTorch computes them: of operands as narrow as
+    those of the forward pass. JAX by itself would multiply the gradient in the accumulator's dtype, at six times the
+    cost on a TPU.
+    """
+    outer = getattr(_state, "narrow", False)
+    _state.narrow = True
+    try:
+        yield
+    finally:
+        _state.narrow = outer
+
+
+def narrow(wide: Callable[..., jax.Array], plain: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    """A product in the accumulator dtype, with the gradient of one in the operands' dtype under ``narrow_gradients``.
+
+    Args:
+        wide: the product as it is computed.
+        plain: the same product with results in the operands' dtype.
+        operands: what is multiplied.
+    """
+    if not getattr(_state, "narrow", False) or accumulator(operands[0].dtype) == operands[0].dtype:
+        return wide(*operands)
+    if any(x.dtype != operands[0].dtype for x in operands):
+        return wide(*operands)
+    return _narrow(wide, plain, *operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _narrow(wide: Callable[..., jax.Array], plain: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    return wide(*operands)
+
+
+def _narrow_forward(wide: Any, plain: Any, *operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return wide(*operands), operands
+
+
+def _narrow_backward(wide: Any, plain: Any, operands: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, ...]:
+    _, pullback = jax.vjp(plain, *operands)
+    gradients: tuple[jax.Array, ...] = pullback(g.astype(operands[0].dtype))
+    return gradients
+
+
+_narrow.defvjp(_narrow_forward, _narrow_backward)

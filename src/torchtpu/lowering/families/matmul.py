@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import torch
 
 from torchtpu.lowering.dtypes import to_jax
-from torchtpu.lowering.precision import accumulator, einsum, matmul_precision, product
+from torchtpu.lowering.precision import narrow, accumulator, einsum, matmul_precision, product
 from torchtpu.lowering.promotion import cast
 from torchtpu.lowering.registry import lowering
 
@@ -191,15 +191,21 @@ def _ragged(x, y, sizes, contracting, ragged=(0,), group=(0,)):
     numbers = jax.lax.RaggedDotDimensionNumbers((contracting, ((), ())), list(ragged), list(group))
     wide = accumulator(x.dtype)
 
-    def grouped(x, y, sizes):
+    def grouped(x, y, dtype):
         return jax.lax.ragged_dot_general(
-            x, y, sizes, numbers, precision=matmul_precision(), preferred_element_type=wide
+            x, y, sizes, numbers, precision=matmul_precision(), preferred_element_type=dtype
         )
 
-    # XLA:CPU has no bfloat16 product for all of these forms.
-    return jax.lax.platform_dependent(
-        x, y, sizes, cpu=lambda x, y, n: grouped(cast(x, wide), cast(y, wide), n), default=grouped
-    )
+    def run(x, y, dtype=wide):
+        # XLA:CPU has no bfloat16 product for all of these forms.
+        return jax.lax.platform_dependent(
+            x,
+            y,
+            cpu=lambda x, y: cast(grouped(cast(x, wide), cast(y, wide), wide), dtype),
+            default=lambda x, y: grouped(x, y, dtype),
+        )
+
+    return narrow(run, functools.partial(run, dtype=x.dtype), x, y)
 
 
 @lowering("_grouped_mm")
