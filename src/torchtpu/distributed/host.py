@@ -1,0 +1,378 @@
+"""Collectives between the hosts' memories, through PyTorch's gloo: what carries the data on XLA:CPU, where the arrays lie
+in host memory anyway, and messages between two ranks everywhere.
+
+Every collective begins with one message of fixed size from each rank to all: its fingerprint, and the data itself if it
+is small. So ranks that do not agree find out before any data moves (gloo would abort the process, or return nonsense),
+and a small collective takes one exchange whatever it computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import hashlib
+import math
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtpu.distributed.errors import CollectiveError, CollectiveTimeout, MismatchError
+from torchtpu.distributed.reductions import Op, Reduction, combine, finish, working_dtype
+from torchtpu.distributed.watch import Call
+
+__all__ = ["HostTransport", "Messages"]
+
+SLOT = 1024
+"""Bytes of the first message."""
+_HEADER = struct.Struct("<qqqq")  # number, fingerprint, bytes of data or -1, reserved
+ROOM = SLOT - _HEADER.size
+"""Bytes of data that the first message has room for."""
+_SLICE = datetime.timedelta(seconds=0.5)
+_GRACE = 5.0
+
+_GLOO_DTYPES = {
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+}
+_OPS = {
+    Op.SUM: dist.ReduceOp.SUM,
+    Op.AVG: dist.ReduceOp.SUM,
+    Op.PREMUL_SUM: dist.ReduceOp.SUM,
+    Op.PRODUCT: dist.ReduceOp.PRODUCT,
+    Op.MIN: dist.ReduceOp.MIN,
+    Op.MAX: dist.ReduceOp.MAX,
+    Op.BAND: dist.ReduceOp.BAND,
+    Op.BOR: dist.ReduceOp.BOR,
+    Op.BXOR: dist.ReduceOp.BXOR,
+}
+
+Shape = Sequence[int]
+_fingerprints: dict[str, int] = {}
+
+
+def _fingerprint(text: str) -> int:
+    found = _fingerprints.get(text)
+    if found is None:
+        digest = hashlib.sha256(text.encode()).digest()
+        found = _fingerprints[text] = int.from_bytes(digest[:8], "little", signed=True)
+    return found
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _wait(gloo: Any, work: Any, deadline: float) -> None:
+    """Wait for gloo in slices, so that Ctrl-C is heard and a time limit is kept to.
+
+    After a failure gloo's group is kept for ever: ending it would wait for operations that cannot finish.
+
+    Raises:
+        CollectiveTimeout: it took too long.
+        CollectiveError: a connection broke.
+    """
+    while True:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError as error:
+            text = str(error)
+            if work.is_completed() or "timed out" not in text.lower():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+                raise CollectiveError(text.splitlines()[0]) from error
+        if time.monotonic() > deadline:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+            raise CollectiveTimeout("it did not finish in time")
+
+
+class HostTransport:
+    """The collectives of one group on CPU tensors.
+
+    Tensors given are contiguous and only read; those returned are new.
+
+    Args:
+        store: what the ranks of this group, and only they, find each other by.
+        rank, size: this rank in the group, and the number of ranks.
+        timeout: seconds that a collective may take.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size = rank, size
+        whole = datetime.timedelta(seconds=timeout + _GRACE)
+        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=whole)
+        self.notes = dist.PrefixStore("mismatch", store)
+        self.deadline = math.inf
+        self._out = torch.zeros(SLOT, dtype=torch.uint8)
+        self._in = torch.zeros(size * SLOT, dtype=torch.uint8)
+        self._write = self._out.numpy()
+        self._read = self._in.numpy()
+        self._call: Call | None = None
+
+    # ---- the first message ------------------------------------------------------------------------------------------
+
+    def begin(self, call: Call, timeout: float) -> None:
+        """Say which collective the next call of a method belongs to, and how long it may take."""
+        self._call = call
+        self.deadline = time.monotonic() + timeout
+
+    def _agree(self, data: torch.Tensor | None) -> list[torch.Tensor] | None:
+        """Exchange the first message.
+
+        Args:
+            data: what this rank contributes, as bytes, if all of it may go with the message; None if it may not.
+
+        Returns:
+            What each rank contributed; None if some rank's data did not fit, and follows.
+
+        Raises:
+            MismatchError: the ranks are not in the same collective.
+        """
+        call = self._call
+        assert call is not None
+        fits = data is not None and data.numel() <= ROOM
+        nbytes = data.numel() if fits and data is not None else -1
+        _HEADER.pack_into(self._write, 0, call.number, _fingerprint(call.text), nbytes, 0)
+        if fits and data is not None and nbytes:
+            self._out[_HEADER.size : _HEADER.size + nbytes] = data
+        self._wait(self.gloo._allgather_base(self._in, self._out))
+        headers = [_HEADER.unpack_from(self._read, r * SLOT) for r in range(self.size)]
+        if any(h[:2] != headers[0][:2] for h in headers):
+            self._disagree(call)
+        if any(h[2] < 0 for h in headers):
+            return None
+        starts = [r * SLOT + _HEADER.size for r in range(self.size)]
+        return [self._in[s : s + h[2]].clone() for s, h in zip(starts, headers, strict=True)]
+
+    def _disagree(self, call: Call) -> None:
+        self.notes.set(str(self.rank), call.describe())
+        keys = [str(r) for r in range(self.size)]
+        self.notes.wait(keys, datetime.timedelta(seconds=_GRACE))
+        told = "\n".join(f"  rank {r} of the group: {self.notes.get(str(r)).decode()}" for r in keys)
+        raise MismatchError(f"the ranks of a group called different collectives:\n{told}")
+
+    def _wait(self, work: Any) -> None:
+        _wait(self.gloo, work, self.deadline)
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        """The reduction of every rank's ``x``."""
+        mine = self._scaled(x, reduction)
+        small = self._agree(_bytes(mine) if mine.nbytes <= ROOM else None)
+        if small is not None:
+            return combine([b.view(mine.dtype) for b in small], reduction).view(x.shape).to(x.dtype)
+        total, op = self._for_gloo(mine, x, reduction)
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._wait(self.gloo.allreduce([total], options))
+        return self._from_gloo(total, mine.dtype, reduction).view(x.shape).to(x.dtype)
+
+    def _scaled(self, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        reduction.check(x.dtype)
+        if reduction.op is Op.PREMUL_SUM:
+            return x * reduction.factor if x.is_floating_point() or x.is_complex() else (x * reduction.factor).to(x.dtype)
+        return x
+
+    def _for_gloo(self, mine: torch.Tensor, x: torch.Tensor, reduction: Reduction) -> tuple[torch.Tensor, Any]:
+        """A tensor of a dtype that gloo reduces, which it may write to, and gloo's name of the operation."""
+        wide = working_dtype(mine.dtype)
+        op = reduction.op
+        if mine.dtype is torch.bool and op is Op.SUM:
+            op = Op.MAX
+        total = mine.to(wide) if wide is not mine.dtype else (mine.clone() if mine is x else mine)
+        if wide.is_complex:
+            if op is Op.PRODUCT:
+                raise TypeError("ReduceOp.PRODUCT of complex numbers is not supported")
+            total = torch.view_as_real(total)
+        assert total.dtype in _GLOO_DTYPES
+        return total.view(-1), _OPS[op]
+
+    def _from_gloo(self, total: torch.Tensor, dtype: torch.dtype, reduction: Reduction) -> torch.Tensor:
+        if working_dtype(dtype).is_complex:
+            total = torch.view_as_complex(total.view(-1, 2))
+        return finish(total, reduction, self.size, dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``x``, stacked: size (ranks, *x.shape)."""
+        small = self._agree(_bytes(x) if x.nbytes <= ROOM else None)
+        shape = (self.size, *x.shape)
+        if small is not None:
+            return torch.cat(small).view(x.dtype).view(shape)
+        found = torch.empty(self.size * x.nbytes, dtype=torch.uint8)
+        self._wait(self.gloo._allgather_base(found, _bytes(x)))
+        return found.view(x.dtype).view(shape)
+
+    def all_gather_uneven(self, x: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """Every rank's ``x``, of the sizes given."""
+        small = self._agree(_bytes(x) if x.nbytes <= ROOM else None)
+        if small is not None:
+            return [b.view(x.dtype).view(tuple(s)) for b, s in zip(small, shapes, strict=True)]
+        found = []
+        for root, shape in enumerate(shapes):
+            part = x.clone() if root == self.rank else torch.empty(tuple(shape), dtype=x.dtype)
+            self._broadcast(part, root)
+            found.append(part)
+        return found
+
+    def _broadcast(self, x: torch.Tensor, root: int) -> None:
+        if x.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            self._wait(self.gloo.broadcast([_bytes(x)], options))
+
+    def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
+        """The root's ``x``."""
+        mine = _bytes(x) if self.rank == root else torch.empty(0, dtype=torch.uint8)
+        small = self._agree(mine if x.nbytes <= ROOM else None)
+        if small is not None:
+            return small[root].view(x.dtype).view(x.shape)
+        found = x.clone() if self.rank == root else torch.empty_like(x)
+        self._broadcast(found, root)
+        return found
+
+    def reduce_scatter(self, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        """Of size (ranks, ...): the reduction of every rank's row for this one."""
+        return self.reduce_scatter_uneven(x.unbind(0), reduction)
+
+    def reduce_scatter_uneven(self, parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
+        """The reduction of what every rank has for this one.
+
+        Args:
+            parts: a tensor for each rank; the sizes may differ.
+            reduction: how they become one.
+        """
+        total = sum(p.nbytes for p in parts)
+        flat = torch.cat([_bytes(self._scaled(p, reduction)) for p in parts]) if total <= ROOM else None
+        small = self._agree(flat)
+        dtype, sizes = parts[0].dtype, [p.numel() for p in parts]
+        if small is not None:
+            at = sum(sizes[: self.rank])
+            mine = [b.view(dtype)[at : at + sizes[self.rank]] for b in small]
+            return combine(mine, reduction).view(parts[self.rank].shape)
+        # Each rank sends every other its part: what a ring sends, in one step, and added here in the order of ranks.
+        scaled = [self._scaled(p, reduction) for p in parts]
+        received = self._all_to_all(scaled, [parts[self.rank].shape] * self.size)
+        return combine(received, reduction)
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Of size (ranks, ...): every rank's row for this one, stacked."""
+        return torch.stack(self.all_to_all_uneven(x.unbind(0), [x.shape[1:]] * self.size))
+
+    def all_to_all_uneven(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """What every rank has for this one.
+
+        Args:
+            parts: a tensor for each rank.
+            shapes: the sizes of what comes from each.
+        """
+        dtype = parts[0].dtype
+        whole = sum(p.nbytes for p in parts)
+        sizes = struct.pack(f"<{self.size}i", *(p.nbytes for p in parts))
+        head = torch.frombuffer(bytearray(sizes), dtype=torch.uint8)
+        fits = whole + len(sizes) <= ROOM
+        small = self._agree(torch.cat([head, *map(_bytes, parts)]) if fits else None)
+        if small is None:
+            return self._all_to_all(parts, shapes)
+        found = []
+        for rank, (message, shape) in enumerate(zip(small, shapes, strict=True)):
+            lengths = struct.unpack_from(f"<{self.size}i", message.numpy())
+            at = len(sizes) + sum(lengths[: self.rank])
+            piece = message[at : at + lengths[self.rank]]
+            if piece.numel() != math.prod(shape) * dtype.itemsize:
+                raise MismatchError(
+                    f"rank {rank} of the group sends {piece.numel()} bytes to rank {self.rank}, which expects "
+                    f"{math.prod(shape) * dtype.itemsize}: input_split_sizes and output_split_sizes do not fit"
+                )
+            found.append(piece.clone().view(dtype).view(tuple(shape)))
+        return found
+
+    def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        dtype = parts[0].dtype
+        give, take = [p.nbytes for p in parts], [math.prod(s) * dtype.itemsize for s in shapes]
+        sent = torch.cat([_bytes(p) for p in parts])
+        received = torch.empty(sum(take), dtype=torch.uint8)
+        self._wait(self.gloo.alltoall_base(received, sent, take, give, dist.AllToAllOptions()))
+        return [b.view(dtype).view(tuple(s)) for b, s in zip(received.split(take), shapes, strict=True)]
+
+    def scatter(self, x: torch.Tensor | None, like: torch.Tensor, root: int) -> torch.Tensor:
+        """The root's row of ``x`` for this rank; ``like`` has its size and dtype. Others give None."""
+        whole = like.nbytes * self.size
+        parts = x.unbind(0) if x is not None else None
+        if self.rank == root:
+            assert parts is not None
+            flat = torch.cat([_bytes(p) for p in parts]) if whole <= ROOM else None
+        else:
+            flat = torch.empty(0, dtype=torch.uint8)
+        small = self._agree(flat if whole <= ROOM else None)
+        if small is not None:
+            return small[root].view(self.size, -1)[self.rank].clone().view(like.dtype).view(like.shape)
+        found = torch.empty(like.nbytes, dtype=torch.uint8)
+        options = dist.ScatterOptions()
+        options.rootRank = root
+        self._wait(self.gloo.scatter([found], [[_bytes(p) for p in parts]] if parts is not None else [], options))
+        return found.view(like.dtype).view(like.shape)
+
+    def gather(self, x: torch.Tensor, root: int) -> torch.Tensor | None:
+        """Every rank's ``x`` on the root, stacked; None elsewhere."""
+        small = self._agree(_bytes(x) if x.nbytes <= ROOM else None)
+        if small is not None:
+            return torch.cat(small).view(x.dtype).view(self.size, *x.shape) if self.rank == root else None
+        options = dist.GatherOptions()
+        options.rootRank = root
+        parts = [torch.empty(x.nbytes, dtype=torch.uint8) for _ in range(self.size)] if self.rank == root else []
+        self._wait(self.gloo.gather([parts] if parts else [], [_bytes(x)], options))
+        return torch.cat(parts).view(x.dtype).view(self.size, *x.shape) if self.rank == root else None
+
+    def reduce(self, x: torch.Tensor, reduction: Reduction, root: int) -> torch.Tensor:
+        """The reduction of every rank's ``x``; only the root may use it."""
+        return self.all_reduce(x, reduction)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self._agree(torch.empty(0, dtype=torch.uint8))
+
+
+class Messages:
+    """Messages between two ranks of a group.
+
+    Their order counts between two ranks and within one tag only: whoever sends or receives has a thread for each of
+    those, and gives a deadline (of ``time.monotonic``) with each message.
+    """
+
+    def __init__(self, transport: HostTransport) -> None:
+        self.gloo = transport.gloo
+
+    def send(self, x: torch.Tensor, text: str, to: int, tag: int, deadline: float) -> None:
+        """Send ``x``; returns when it has gone."""
+        head = torch.zeros(SLOT, dtype=torch.uint8)
+        data = _bytes(x)
+        fits = data.numel() <= ROOM
+        _HEADER.pack_into(head.numpy(), 0, 0, _fingerprint(text), data.numel() if fits else -1, data.numel())
+        if fits:
+            head[_HEADER.size : _HEADER.size + data.numel()] = data
+        _wait(self.gloo, self.gloo.send([head], to, 2 * tag), deadline)
+        if not fits:
+            _wait(self.gloo, self.gloo.send([data], to, 2 * tag + 1), deadline)
+
+    def receive(
+        self, like: torch.Tensor, text: str, source: int, tag: int, deadline: float
+    ) -> tuple[torch.Tensor, int]:
+        """The next message, of the size and dtype of ``like``, and who sent it (``source`` -1: anyone)."""
+        head = torch.zeros(SLOT, dtype=torch.uint8)
+        work = self.gloo.recv([head], source, 2 * tag) if source >= 0 else self.gloo.recv_anysource([head], 2 * tag)
+        _wait(self.gloo, work, deadline)
+        source = source if source >= 0 else work._source_rank()
+        _, fingerprint, inside, nbytes = _HEADER.unpack_from(head.numpy(), 0)
+        if fingerprint != _fingerprint(text):
+            raise MismatchError(
+                f"rank {source} of the group sent a tensor of another size or dtype ({nbytes} bytes) than {text}"
+            )
+        if inside >= 0:
+            return head[_HEADER.size : _HEADER.size + inside].clone().view(like.dtype).view(like.shape), source
+        found = torch.empty(nbytes, dtype=torch.uint8)
+        _wait(self.gloo, self.gloo.recv([found], source, 2 * tag + 1), deadline)
+        return found.view(like.dtype).view(like.shape), source
