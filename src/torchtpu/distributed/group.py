@@ -202,15 +202,13 @@ class Group:
         def compute(transport: Transport, values: list[Any]) -> list[Any]:
             found: list[Any] = []
             for v, alike, row in zip(values, even, shapes, strict=True):
-                found.extend([transport.all_gather(v)] if alike else transport.all_gather_uneven(v, row))
+                found.extend(transport.all_gather_rows(v) if alike else transport.all_gather_uneven(v, row))
             return found
 
-        def write(results: list[torch.Tensor]) -> None:
-            left = iter(results)
-            for row, alike in zip(outputs, even, strict=True):
-                _copy(row, next(left).unbind(0) if alike else [next(left) for _ in row])
-
-        return self._run(f"all_gather {text}", inputs, [t for row in outputs for t in row], compute, write, later, timeout)
+        flat = [t for row in outputs for t in row]
+        return self._run(
+            f"all_gather {text}", inputs, flat, compute, lambda results: _copy(flat, results), later, timeout
+        )
 
     def reduce_scatter_tensor(
         self, op: int, factor: Any, outputs: Tensors, inputs: Tensors, later: bool, timeout: float | None
@@ -363,16 +361,12 @@ class Group:
         (x,) = inputs
         given = list(outputs[0]) if self.rank == root else []
 
-        def compute(transport: Transport, values: list[Any]) -> list[Any]:
-            found = transport.gather(values[0], root)
-            return [] if found is None else [found]
-
         return self._run(
             f"gather {_kind(x)} to rank {root}",
             inputs,
             given,
-            compute,
-            lambda results: _copy(given, results[0].unbind(0)) if results else None,
+            lambda transport, values: transport.gather(values[0], root),
+            lambda results: _copy(given, results),
             later,
             timeout,
         )

@@ -206,6 +206,10 @@ class HostTransport:
         self._wait(self.gloo._allgather_base(found, _bytes(x)))
         return found.view(x.dtype).view(shape)
 
+    def all_gather_rows(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's ``x``."""
+        return list(self.all_gather(x).unbind(0))
+
     def all_gather_uneven(self, x: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """Every rank's ``x``, of the sizes given."""
         small = self._agree(_bytes(x) if x.nbytes <= ROOM else None)
@@ -316,16 +320,16 @@ class HostTransport:
         self._wait(self.gloo.scatter([found], [[_bytes(p) for p in parts]] if parts is not None else [], options))
         return found.view(like.dtype).view(like.shape)
 
-    def gather(self, x: torch.Tensor, root: int) -> torch.Tensor | None:
-        """Every rank's ``x`` on the root, stacked; None elsewhere."""
+    def gather(self, x: torch.Tensor, root: int) -> list[torch.Tensor]:
+        """Every rank's ``x`` on the root; nothing elsewhere."""
         small = self._agree(_bytes(x) if x.nbytes <= ROOM else None)
         if small is not None:
-            return torch.cat(small).view(x.dtype).view(self.size, *x.shape) if self.rank == root else None
+            return [b.view(x.dtype).view(x.shape) for b in small] if self.rank == root else []
         options = dist.GatherOptions()
         options.rootRank = root
         parts = [torch.empty(x.nbytes, dtype=torch.uint8) for _ in range(self.size)] if self.rank == root else []
         self._wait(self.gloo.gather([parts] if parts else [], [_bytes(x)], options))
-        return torch.cat(parts).view(x.dtype).view(self.size, *x.shape) if self.rank == root else None
+        return [p.view(x.dtype).view(x.shape) for p in parts]
 
     def reduce(self, x: torch.Tensor, reduction: Reduction, root: int) -> torch.Tensor:
         """The reduction of every rank's ``x``; only the root may use it."""

@@ -73,8 +73,12 @@ def _initialise(store: Any, rank: int, size: int) -> None:
         store.set(_KEY, f"{socket.gethostname() if _elsewhere(store) else '127.0.0.1'}:{_free_port()}")
     store.wait([_KEY], TIMEOUT)
     address = store.get(_KEY).decode()
+    # A rank that dies is an error in the others' next collective. Whoever is not in one is ended by JAX after a while.
+    seconds = int(TIMEOUT.total_seconds())
     try:
-        jax.distributed.initialize(address, size, rank, initialization_timeout=int(TIMEOUT.total_seconds()))
+        jax.distributed.initialize(
+            address, size, rank, initialization_timeout=seconds, heartbeat_timeout_seconds=30, shutdown_timeout_seconds=30
+        )
     except Exception as error:
         raise RuntimeError(
             f"rank {rank} of {size} could not join the others at {address} within {TIMEOUT.total_seconds():.0f} s: "
