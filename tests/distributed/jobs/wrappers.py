@@ -164,10 +164,10 @@ def check_ddp_join_with_uneven_inputs():
 
 
 def check_ddp_compressed_gradients():
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     m = DistributedDataParallel(model().to(DEVICE))
-    m.register_comm_hook(None, bf16_compress_hook)
+    m.register_comm_hook(None, fp16_compress_hook)
     agree(train(m), reference(), 2e-2)
 
 
