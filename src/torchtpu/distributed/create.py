@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -9,10 +11,17 @@ import torch.distributed as dist
 from torchtpu import _C
 from torchtpu.distributed.group import Group
 from torchtpu.distributed.watch import Watch
+from torchtpu.distributed.work import Both, Lane, Work
+from torchtpu.eager.hidden import hide_from_dynamo
 
 __all__ = ["create_backend"]
 
 _watch: Watch | None = None
+
+for _class in (Group, Work, Both, Lane, Watch):  # C++ and threads enter the package here
+    for _function in vars(_class).values():
+        if isinstance(_function, FunctionType):
+            hide_from_dynamo(_function)
 
 
 def create_backend(name: str, options: Any) -> Any:
@@ -45,3 +54,13 @@ def _watch_of(store: Any, rank: int) -> Watch:
             store = store.underlying_store
         _watch = Watch(store, rank)
     return _watch
+
+
+def _leave() -> None:
+    """At exit: Python ends a thread that is inside C++ by aborting the process, so none may be left there."""
+    if _watch is not None:
+        _watch.stop()
+    Lane.end_all()
+
+
+atexit.register(_leave)

@@ -89,6 +89,18 @@ def _wait(gloo: Any, work: Any, deadline: float) -> None:
             raise CollectiveTimeout("it did not finish in time")
 
 
+def _wait_message(gloo: Any, work: Any, deadline: float) -> None:
+    """Wait for a message, all at once: gloo gives up every connection of the group when a wait for one times out."""
+    try:
+        work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
+    except RuntimeError as error:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+        text = str(error).splitlines()[0]
+        if "timed out" in text.lower():
+            raise CollectiveTimeout("it did not finish in time") from error
+        raise CollectiveError(text) from error
+
+
 class HostTransport:
     """The collectives of one group on CPU tensors.
 
@@ -358,9 +370,9 @@ class Messages:
         _HEADER.pack_into(head.numpy(), 0, 0, _fingerprint(text), data.numel() if fits else -1, data.numel())
         if fits:
             head[_HEADER.size : _HEADER.size + data.numel()] = data
-        _wait(self.gloo, self.gloo.send([head], to, 2 * tag), deadline)
+        _wait_message(self.gloo, self.gloo.send([head], to, 2 * tag), deadline)
         if not fits:
-            _wait(self.gloo, self.gloo.send([data], to, 2 * tag + 1), deadline)
+            _wait_message(self.gloo, self.gloo.send([data], to, 2 * tag + 1), deadline)
 
     def receive(
         self, like: torch.Tensor, text: str, source: int, tag: int, deadline: float
@@ -368,7 +380,7 @@ class Messages:
         """The next message, of the size and dtype of ``like``, and who sent it (``source`` -1: anyone)."""
         head = torch.zeros(SLOT, dtype=torch.uint8)
         work = self.gloo.recv([head], source, 2 * tag) if source >= 0 else self.gloo.recv_anysource([head], 2 * tag)
-        _wait(self.gloo, work, deadline)
+        _wait_message(self.gloo, work, deadline)
         source = source if source >= 0 else work._source_rank()
         _, fingerprint, inside, nbytes = _HEADER.unpack_from(head.numpy(), 0)
         if fingerprint != _fingerprint(text):
@@ -378,5 +390,5 @@ class Messages:
         if inside >= 0:
             return head[_HEADER.size : _HEADER.size + inside].clone().view(like.dtype).view(like.shape), source
         found = torch.empty(nbytes, dtype=torch.uint8)
-        _wait(self.gloo, self.gloo.recv([found], source, 2 * tag + 1), deadline)
+        _wait_message(self.gloo, self.gloo.recv([found], source, 2 * tag + 1), deadline)
         return found.view(like.dtype).view(like.shape), source

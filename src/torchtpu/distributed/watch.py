@@ -85,6 +85,7 @@ class Watch:
         """End the thread, and say that this rank has left."""
         if not self._stopped.is_set():
             self._stopped.set()
+            self._thread.join(_ANSWER.total_seconds())
             self.publish(left=True)
 
     def state(self) -> dict[str, Any]:

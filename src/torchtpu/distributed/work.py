@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,12 +133,25 @@ class Both(Work):
 class Lane:
     """A thread that runs functions one after the other. It keeps no process alive."""
 
+    _all: weakref.WeakSet[Lane] = weakref.WeakSet()
+
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unfinished = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        self._all.add(self)
+
+    @classmethod
+    def end_all(cls) -> None:
+        """End every thread that has nothing left to do; the others are given a second."""
+        lanes = list(cls._all)
+        for lane in lanes:
+            lane.close()
+        end = time.monotonic() + 1
+        for lane in lanes:
+            lane._thread.join(max(end - time.monotonic(), 0))
 
     def put(self, function: Callable[[], None]) -> None:
         """Run a function, which must not raise, after those before it."""
