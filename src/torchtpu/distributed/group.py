@@ -94,7 +94,7 @@ class Group:
             raise CollectiveError(f"{self.words} cannot be used any more, since a collective failed: {self.broken}")
         _whole([*inputs, *outputs], text)
         device = next((t.device.index for t in (*outputs, *inputs)), None)
-        arrays = [transports.array(t) for t in inputs]
+        arrays, sizes = [transports.array(t) for t in inputs], [tuple(t.shape) for t in inputs]
         call = Call(self.words, self.number, text, user_line(sys._getframe(1)))
         self.number += 1
         transport = self.transport
@@ -108,7 +108,7 @@ class Group:
             self.watch.current = call
             try:
                 transport.begin(call, timeout or self.timeout)
-                work.finish(compute(transport, transport.load(arrays)))
+                work.finish(compute(transport, transport.load(arrays, sizes)))
             except Exception as error:
                 work.fail(self._explain(error, call))
             call.done = True
@@ -184,8 +184,8 @@ class Group:
             f"all_gather_into_tensor {_kinds(inputs)}",
             inputs,
             outputs,
-            lambda transport, values: [transport.all_gather(v) for v in values],
-            lambda results: _copy(outputs, [r.view(o.shape) for r, o in zip(results, outputs, strict=True)]),
+            lambda transport, values: _sized([transport.all_gather(v) for v in values], outputs),
+            lambda results: _copy(outputs, results),
             later,
             timeout,
         )
@@ -223,9 +223,9 @@ class Group:
         reduction = Reduction.of(op, factor)
         return self._run(
             f"reduce_scatter_tensor({reduction.op.name}) {_kinds(inputs)}",
-            [x.reshape(self.size, *o.shape) for x, o in zip(inputs, outputs, strict=True)],
+            inputs,
             outputs,
-            lambda transport, values: [transport.reduce_scatter(v, reduction) for v in values],
+            lambda transport, values: _sized([transport.reduce_scatter(v, reduction) for v in values], outputs),
             lambda results: _copy(outputs, results),
             later,
             timeout,
@@ -265,13 +265,12 @@ class Group:
     ) -> Work:
         """Slices of the input's first dimension go to the ranks; the output holds those that came."""
         if not output_splits and not input_splits and input.shape[0] % self.size == 0:
-            rows = input.reshape(self.size, input.shape[0] // self.size, *input.shape[1:])
             return self._run(
                 f"all_to_all_single {_kind(input)}",
-                [rows],
+                [input],
                 [output],
-                lambda transport, values: [transport.all_to_all(values[0])],
-                lambda results: _copy([output], [results[0].view(output.shape)]),
+                lambda transport, values: _sized([transport.all_to_all(values[0])], [output]),
+                lambda results: _copy([output], results),
                 later,
                 timeout,
             )
@@ -381,7 +380,7 @@ class Group:
         work = Work(tensors, lambda results: None)
 
         def run(deadline: float) -> None:
-            (value,) = transports.to_host([array])
+            value = transports.to_host(array, x.shape)
             self.messages.send(value, text, destination, tag, deadline)
             work.finish([])
 
@@ -459,6 +458,10 @@ class Group:
         """Give the group up: whatever is called from now on fails."""
         self.broken = self.broken or CollectiveError("it was aborted")
         self.shutdown()
+
+
+def _sized(values: Sequence[Any], tensors: Tensors) -> list[Any]:
+    return [v.reshape(tuple(t.shape)) for v, t in zip(values, tensors, strict=True)]
 
 
 def _copy(tensors: Tensors, results: Tensors) -> None:

@@ -3,7 +3,8 @@ in host memory anyway, and messages between two ranks everywhere.
 
 Every collective begins with one message of fixed size from each rank to all: its fingerprint, and the data itself if it
 is small. So ranks that do not agree find out before any data moves (gloo would abort the process, or return nonsense),
-and a small collective takes one exchange whatever it computes.
+and a small collective takes one exchange whatever it computes. Large data lies in memory that the processes of a host
+share; between hosts gloo carries it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtpu.distributed import buffers
 from torchtpu.distributed.errors import CollectiveError, CollectiveTimeout, MismatchError
 from torchtpu.distributed.reductions import Op, Reduction, combine, finish, working_dtype
+from torchtpu.distributed.shared import SharedMemory
 from torchtpu.distributed.watch import Call
 
 __all__ = ["HostTransport", "Messages"]
 
 SLOT = 1024
 """Bytes of the first message."""
-_HEADER = struct.Struct("<qqqq")  # number, fingerprint, bytes of data or -1, reserved
+_HEADER = struct.Struct("<qqqq")  # number, fingerprint, bytes of data or -1, descriptor of shared memory or -1
 ROOM = SLOT - _HEADER.size
 """Bytes of data that the first message has room for."""
+_LITTLE = 1 << 22
+"""Bytes of all ranks together that each of them reads, rather than a part of them and the others' results."""
 _SLICE = datetime.timedelta(seconds=0.5)
 _GRACE = 5.0
 
@@ -101,6 +106,16 @@ def _wait_message(gloo: Any, work: Any, deadline: float) -> None:
         raise CollectiveError(text) from error
 
 
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Bytes one after the other, in memory of their own."""
+    found = buffers.empty(sum(p.numel() for p in parts))
+    at = 0
+    for part in parts:
+        found[at : at + part.numel()].copy_(part)
+        at += part.numel()
+    return found
+
+
 class HostTransport:
     """The collectives of one group on CPU tensors.
 
@@ -118,6 +133,8 @@ class HostTransport:
         self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=whole)
         self.notes = dist.PrefixStore("mismatch", store)
         self.deadline = math.inf
+        self.memory = SharedMemory(store, rank, size)
+        self.turn = 0
         self._out = torch.zeros(SLOT, dtype=torch.uint8)
         self._in = torch.zeros(size * SLOT, dtype=torch.uint8)
         self._write = self._out.numpy()
@@ -131,33 +148,47 @@ class HostTransport:
         self._call = call
         self.deadline = time.monotonic() + timeout
 
-    def _agree(self, data: torch.Tensor | None) -> list[torch.Tensor] | None:
-        """Exchange the first message.
+    def _agree(self, data: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
+        """Exchange the first message, and with it the data.
 
         Args:
-            data: what this rank contributes, as bytes, if all of it may go with the message; None if it may not.
+            data: what this rank contributes, as bytes, one tensor after the other; None to have nothing exchanged.
 
         Returns:
-            What each rank contributed; None if some rank's data did not fit, and follows.
+            What each rank contributed, to be read before the next exchange; None if gloo has to carry it.
 
         Raises:
             MismatchError: the ranks are not in the same collective.
         """
         call = self._call
         assert call is not None
-        fits = data is not None and data.numel() <= ROOM
-        nbytes = data.numel() if fits and data is not None else -1
-        _HEADER.pack_into(self._write, 0, call.number, _fingerprint(call.text), nbytes, 0)
-        if fits and data is not None and nbytes:
-            self._out[_HEADER.size : _HEADER.size + nbytes] = data
+        self.turn += 1
+        nbytes = sum(d.numel() for d in data) if data is not None else -1
+        descriptor = -1
+        if data is not None and nbytes <= ROOM:
+            at = _HEADER.size
+            for d in data:
+                self._out[at : at + d.numel()] = d
+                at += d.numel()
+        elif data is not None and self.memory.usable:
+            descriptor = self.memory.write(self.turn, data)
+        else:
+            nbytes = -1
+        _HEADER.pack_into(self._write, 0, call.number, _fingerprint(call.text), nbytes, descriptor)
         self._wait(self.gloo._allgather_base(self._in, self._out))
         headers = [_HEADER.unpack_from(self._read, r * SLOT) for r in range(self.size)]
         if any(h[:2] != headers[0][:2] for h in headers):
             self._disagree(call)
         if any(h[2] < 0 for h in headers):
             return None
-        starts = [r * SLOT + _HEADER.size for r in range(self.size)]
-        return [self._in[s : s + h[2]].clone() for s, h in zip(starts, headers, strict=True)]
+        found = []
+        for rank, (_, _, length, descriptor) in enumerate(headers):
+            if descriptor >= 0:
+                found.append(self.memory.read(self.turn, rank, descriptor, length))
+            else:
+                start = rank * SLOT + _HEADER.size
+                found.append(self._in[start : start + length])
+        return found
 
     def _disagree(self, call: Call) -> None:
         self.notes.set(str(self.rank), call.describe())
@@ -174,14 +205,24 @@ class HostTransport:
     def all_reduce(self, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         """The reduction of every rank's ``x``."""
         mine = self._scaled(x, reduction)
-        small = self._agree(_bytes(mine) if mine.nbytes <= ROOM else None)
-        if small is not None:
-            return combine([b.view(mine.dtype) for b in small], reduction).view(x.shape).to(x.dtype)
+        given = self._agree([_bytes(mine)])
+        if given is not None:
+            return self._combined([b.view(mine.dtype) for b in given], reduction).view(x.shape).to(x.dtype)
         total, op = self._for_gloo(mine, x, reduction)
         options = dist.AllreduceOptions()
         options.reduceOp = op
         self._wait(self.gloo.allreduce([total], options))
         return self._from_gloo(total, mine.dtype, reduction).view(x.shape).to(x.dtype)
+
+    def _combined(self, values: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
+        """The reduction of what every rank gave: all of it on each rank if it is little, else each rank a part."""
+        elements = values[0].numel()
+        if values[0].nbytes * self.size <= _LITTLE:
+            return combine(values, reduction)
+        begin, end = (elements * r // self.size for r in (self.rank, self.rank + 1))
+        parts = self._agree([_bytes(combine([v[begin:end] for v in values], reduction))])
+        assert parts is not None  # the ranks share memory, or had not come here
+        return _joined(parts).view(values[0].dtype)
 
     def _scaled(self, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         reduction.check(x.dtype)
@@ -210,11 +251,11 @@ class HostTransport:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's ``x``, stacked: size (ranks, *x.shape)."""
-        small = self._agree(_bytes(x) if x.nbytes <= ROOM else None)
+        given = self._agree([_bytes(x)])
         shape = (self.size, *x.shape)
-        if small is not None:
-            return torch.cat(small).view(x.dtype).view(shape)
-        found = torch.empty(self.size * x.nbytes, dtype=torch.uint8)
+        if given is not None:
+            return _joined(given).view(x.dtype).view(shape)
+        found = buffers.empty(self.size * x.nbytes)
         self._wait(self.gloo._allgather_base(found, _bytes(x)))
         return found.view(x.dtype).view(shape)
 
@@ -224,9 +265,9 @@ class HostTransport:
 
     def all_gather_uneven(self, x: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """Every rank's ``x``, of the sizes given."""
-        small = self._agree(_bytes(x) if x.nbytes <= ROOM else None)
-        if small is not None:
-            return [b.view(x.dtype).view(tuple(s)) for b, s in zip(small, shapes, strict=True)]
+        given = self._agree([_bytes(x)])
+        if given is not None:
+            return [b.clone().view(x.dtype).view(tuple(s)) for b, s in zip(given, shapes, strict=True)]
         found = []
         for root, shape in enumerate(shapes):
             part = x.clone() if root == self.rank else torch.empty(tuple(shape), dtype=x.dtype)
@@ -242,17 +283,16 @@ class HostTransport:
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         """The root's ``x``."""
-        mine = _bytes(x) if self.rank == root else torch.empty(0, dtype=torch.uint8)
-        small = self._agree(mine if x.nbytes <= ROOM else None)
-        if small is not None:
-            return small[root].view(x.dtype).view(x.shape)
+        given = self._agree([_bytes(x)] if self.rank == root else [])
+        if given is not None:
+            return _joined(given[root : root + 1]).view(x.dtype).view(x.shape)
         found = x.clone() if self.rank == root else torch.empty_like(x)
         self._broadcast(found, root)
         return found
 
     def reduce_scatter(self, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-        """Of size (ranks, ...): the reduction of every rank's row for this one."""
-        return self.reduce_scatter_uneven(x.unbind(0), reduction)
+        """Of ``x`` in as many rows as there are ranks, the reduction of every rank's for this one, flat."""
+        return self.reduce_scatter_uneven(x.view(self.size, -1).unbind(0), reduction)
 
     def reduce_scatter_uneven(self, parts: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tensor:
         """The reduction of what every rank has for this one.
@@ -261,22 +301,21 @@ class HostTransport:
             parts: a tensor for each rank; the sizes may differ.
             reduction: how they become one.
         """
-        total = sum(p.nbytes for p in parts)
-        flat = torch.cat([_bytes(self._scaled(p, reduction)) for p in parts]) if total <= ROOM else None
-        small = self._agree(flat)
+        scaled = [self._scaled(p, reduction) for p in parts]
+        given = self._agree([_bytes(p) for p in scaled])
         dtype, sizes = parts[0].dtype, [p.numel() for p in parts]
-        if small is not None:
+        if given is not None:
             at = sum(sizes[: self.rank])
-            mine = [b.view(dtype)[at : at + sizes[self.rank]] for b in small]
+            mine = [b.view(dtype)[at : at + sizes[self.rank]] for b in given]
             return combine(mine, reduction).view(parts[self.rank].shape)
         # Each rank sends every other its part: what a ring sends, in one step, and added here in the order of ranks.
-        scaled = [self._scaled(p, reduction) for p in parts]
         received = self._all_to_all(scaled, [parts[self.rank].shape] * self.size)
         return combine(received, reduction)
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Of size (ranks, ...): every rank's row for this one, stacked."""
-        return torch.stack(self.all_to_all_uneven(x.unbind(0), [x.shape[1:]] * self.size))
+        """Of ``x`` in as many rows as there are ranks, every rank's for this one, one after the other."""
+        rows = x.view(self.size, -1)
+        return _joined(self._exchanged(rows.unbind(0), [rows.shape[1:]] * self.size)).view(x.dtype).view(x.shape)
 
     def all_to_all_uneven(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """What every rank has for this one.
@@ -286,24 +325,26 @@ class HostTransport:
             shapes: the sizes of what comes from each.
         """
         dtype = parts[0].dtype
-        whole = sum(p.nbytes for p in parts)
-        sizes = struct.pack(f"<{self.size}i", *(p.nbytes for p in parts))
-        head = torch.frombuffer(bytearray(sizes), dtype=torch.uint8)
-        fits = whole + len(sizes) <= ROOM
-        small = self._agree(torch.cat([head, *map(_bytes, parts)]) if fits else None)
-        if small is None:
-            return self._all_to_all(parts, shapes)
+        found = self._exchanged(parts, shapes)
+        return [b.clone().view(dtype).view(tuple(s)) for b, s in zip(found, shapes, strict=True)]
+
+    def _exchanged(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """The bytes of every rank's part for this one, to be read before the next exchange."""
+        dtype = parts[0].dtype
+        lengths = torch.tensor([p.nbytes for p in parts], dtype=torch.int64)
+        given = self._agree([_bytes(lengths), *map(_bytes, parts)])
+        if given is None:
+            return [_bytes(p) for p in self._all_to_all(parts, shapes)]
         found = []
-        for rank, (message, shape) in enumerate(zip(small, shapes, strict=True)):
-            lengths = struct.unpack_from(f"<{self.size}i", message.numpy())
-            at = len(sizes) + sum(lengths[: self.rank])
-            piece = message[at : at + lengths[self.rank]]
-            if piece.numel() != math.prod(shape) * dtype.itemsize:
+        for rank, (message, shape) in enumerate(zip(given, shapes, strict=True)):
+            sent = message[: lengths.nbytes].view(torch.int64).tolist()
+            at, expected = lengths.nbytes + sum(sent[: self.rank]), math.prod(shape) * dtype.itemsize
+            if sent[self.rank] != expected:
                 raise MismatchError(
-                    f"rank {rank} of the group sends {piece.numel()} bytes to rank {self.rank}, which expects "
-                    f"{math.prod(shape) * dtype.itemsize}: input_split_sizes and output_split_sizes do not fit"
+                    f"rank {rank} of the group sends {sent[self.rank]} bytes to rank {self.rank}, which expects "
+                    f"{expected}: input_split_sizes and output_split_sizes do not fit"
                 )
-            found.append(piece.clone().view(dtype).view(tuple(shape)))
+            found.append(message[at : at + expected])
         return found
 
     def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[torch.Tensor]:
@@ -316,27 +357,20 @@ class HostTransport:
 
     def scatter(self, x: torch.Tensor | None, like: torch.Tensor, root: int) -> torch.Tensor:
         """The root's row of ``x`` for this rank; ``like`` has its size and dtype. Others give None."""
-        whole = like.nbytes * self.size
-        parts = x.unbind(0) if x is not None else None
-        if self.rank == root:
-            assert parts is not None
-            flat = torch.cat([_bytes(p) for p in parts]) if whole <= ROOM else None
-        else:
-            flat = torch.empty(0, dtype=torch.uint8)
-        small = self._agree(flat if whole <= ROOM else None)
-        if small is not None:
-            return small[root].view(self.size, -1)[self.rank].clone().view(like.dtype).view(like.shape)
+        given = self._agree([_bytes(x)] if x is not None else [])
+        if given is not None:
+            return given[root].view(self.size, -1)[self.rank].clone().view(like.dtype).view(like.shape)
         found = torch.empty(like.nbytes, dtype=torch.uint8)
         options = dist.ScatterOptions()
         options.rootRank = root
-        self._wait(self.gloo.scatter([found], [[_bytes(p) for p in parts]] if parts is not None else [], options))
+        self._wait(self.gloo.scatter([found], [[_bytes(p) for p in x.unbind(0)]] if x is not None else [], options))
         return found.view(like.dtype).view(like.shape)
 
     def gather(self, x: torch.Tensor, root: int) -> list[torch.Tensor]:
         """Every rank's ``x`` on the root; nothing elsewhere."""
-        small = self._agree(_bytes(x) if x.nbytes <= ROOM else None)
-        if small is not None:
-            return [b.view(x.dtype).view(x.shape) for b in small] if self.rank == root else []
+        given = self._agree([_bytes(x)])
+        if given is not None:
+            return [b.clone().view(x.dtype).view(x.shape) for b in given] if self.rank == root else []
         options = dist.GatherOptions()
         options.rootRank = root
         parts = [torch.empty(x.nbytes, dtype=torch.uint8) for _ in range(self.size)] if self.rank == root else []
@@ -349,7 +383,7 @@ class HostTransport:
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        self._agree(torch.empty(0, dtype=torch.uint8))
+        self._agree([])
 
 
 class Messages:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from torchtpu.distributed import buffers
 
 __all__ = ["Op", "Reduction", "combine", "working_dtype"]
 
@@ -89,27 +91,30 @@ def combine(values: Sequence[torch.Tensor], reduction: Reduction) -> torch.Tenso
     """
     dtype = values[0].dtype
     wide = working_dtype(dtype)
-    total = values[0].to(wide, copy=True)
-    for x in values[1:]:
-        _accumulate(total, x.to(wide), reduction.op, dtype is torch.bool)
+    total = buffers.empty(values[0].numel() * wide.itemsize).view(wide).view(values[0].shape)
+    if len(values) == 1:
+        total.copy_(values[0])
+    else:
+        _accumulate(total, values[0].to(wide), values[1].to(wide), reduction.op, dtype is torch.bool)
+    for x in values[2:]:
+        _accumulate(total, total, x.to(wide), reduction.op, dtype is torch.bool)
     return finish(total, reduction, len(values), dtype)
 
 
-def _accumulate(total: torch.Tensor, x: torch.Tensor, op: Op, boolean: bool) -> None:
-    if op is Op.MAX or (boolean and op is Op.SUM):
-        torch.maximum(total, x, out=total)
-    elif op is Op.MIN:
-        torch.minimum(total, x, out=total)
-    elif op is Op.PRODUCT:
-        total.mul_(x)
-    elif op is Op.BAND:
-        total.bitwise_and_(x)
-    elif op is Op.BOR:
-        total.bitwise_or_(x)
-    elif op is Op.BXOR:
-        total.bitwise_xor_(x)
-    else:
-        total.add_(x)
+def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, op: Op, boolean: bool) -> None:
+    if boolean and op is Op.SUM:
+        op = Op.MAX
+    _FUNCTIONS.get(op, torch.add)(a, b, out=total)
+
+
+_FUNCTIONS: dict[Op, Callable[..., torch.Tensor]] = {
+    Op.MAX: torch.maximum,
+    Op.MIN: torch.minimum,
+    Op.PRODUCT: torch.mul,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
+}
 
 
 def finish(total: torch.Tensor, reduction: Reduction, ranks: int, dtype: torch.dtype) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import torch
 
+from torchtpu import _C
 from torchtpu.distributed.host import HostTransport
 from torchtpu.distributed.reductions import Reduction
 from torchtpu.distributed.watch import Call
@@ -31,7 +33,7 @@ class Transport(Protocol):
     asynchronous: bool
 
     def begin(self, call: Call, timeout: float) -> None: ...
-    def load(self, arrays: Sequence[jax.Array]) -> list[Any]: ...
+    def load(self, arrays: Sequence[jax.Array], sizes: Shapes) -> list[Any]: ...
     def tensor(self, value: Any, device: int) -> torch.Tensor: ...
     def all_reduce(self, x: Any, reduction: Reduction) -> Any: ...
     def reduce(self, x: Any, reduction: Reduction, root: int) -> Any: ...
@@ -83,9 +85,9 @@ class OnHost(HostTransport):
         super().__init__(store, rank, size, timeout)
         self.host = self
 
-    def load(self, arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
+    def load(self, arrays: Sequence[jax.Array], sizes: Shapes) -> list[torch.Tensor]:
         """The arrays' memory, without a copy where they lie in the host's."""
-        return to_host(arrays)
+        return [to_host(a, s) for a, s in zip(arrays, sizes, strict=True)]
 
     def tensor(self, value: torch.Tensor, device: int) -> torch.Tensor:
         """A tpu tensor that takes over a CPU tensor's memory where it can."""
@@ -93,13 +95,17 @@ class OnHost(HostTransport):
 
 
 def array(tensor: torch.Tensor) -> jax.Array:
-    """A tensor's value, in order; computing it may still be under way."""
+    """A tensor's elements, in order and in any folding; computing them may still be under way."""
+    value, shape, dtype = _C.get_value(tensor)
+    whole = value is not None and dtype is tensor.dtype and math.prod(shape) == tensor.numel()
+    if whole and tensor.is_contiguous() and tensor.storage_offset() == 0 and not (tensor.is_conj() or tensor.is_neg()):
+        return eager_arrays.force(value)
     return eager_arrays.array_of(tensor.detach())
 
 
-def to_host(arrays: Sequence[jax.Array]) -> list[torch.Tensor]:
-    """CPU tensors with the arrays' values, only to be read; waits for them."""
-    return [eager_arrays.to_host(a) for a in arrays]
+def to_host(array: jax.Array, size: Sequence[int]) -> torch.Tensor:
+    """A CPU tensor with an array's elements, only to be read; waits for them."""
+    return eager_arrays.to_host(array).view(tuple(size))
 
 
 def from_host(value: torch.Tensor, device: int) -> torch.Tensor:

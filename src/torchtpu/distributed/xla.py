@@ -77,9 +77,10 @@ class XlaTransport:
             self.host.begin(call, timeout)
             self.host.barrier()
 
-    def load(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arrays themselves."""
-        return list(arrays)
+    @_with_64_bits
+    def load(self, arrays: Sequence[jax.Array], sizes: Sequence[Sequence[int]]) -> list[jax.Array]:
+        """The arrays themselves, in their tensors' sizes."""
+        return [a.reshape(tuple(s)) for a, s in zip(arrays, sizes, strict=True)]
 
     def tensor(self, value: jax.Array, device: int) -> torch.Tensor:
         """A tpu tensor that holds an array. On XLA:CPU it is waited for, so that a rank that is gone is noticed."""
@@ -136,14 +137,14 @@ class XlaTransport:
         reduction.check(to_torch(x.dtype))
         factor = _factor(reduction, x)
         rows = x.reshape(self.size, -1)
-        return self._run(_reduce_scatter, (reduction.op, self.size), rows, *factor).reshape(x.shape[1:])
+        return self._run(_reduce_scatter, (reduction.op, self.size), rows, *factor).reshape(-1)
 
     @_with_64_bits
     def reduce_scatter_uneven(self, parts: Sequence[jax.Array], reduction: Reduction) -> jax.Array:
         longest = max(p.size for p in parts)
         rows = jnp.concatenate([_padded(_row(p), longest) for p in parts])
         mine = parts[self.rank]
-        return self.reduce_scatter(rows, reduction)[: mine.size].reshape(mine.shape)
+        return self.reduce_scatter(rows, reduction).reshape(-1)[: mine.size].reshape(mine.shape)
 
     @_with_64_bits
     def all_to_all(self, x: jax.Array) -> jax.Array:
