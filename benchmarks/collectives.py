@@ -74,7 +74,7 @@ def measure() -> None:
     if rank == 0:
         transport = chosen(devices.choose_platform())
         print(f"{size} processes, torch {torch.__version__}, transport {transport}, {os.cpu_count()} CPUs")
-        print(f"| collective | bytes | ours, ms | gloo, ms | ratio |\n|---|---:|---:|---:|---:|")
+        print("| collective | bytes | ours, ms | gloo, ms | ratio |\n|---|---:|---:|---:|---:|")
     names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
     for name in names:
         for elements in SIZES:

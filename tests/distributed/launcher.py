@@ -43,28 +43,34 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def environment_of(rank: int, size: int, folder: Path, **environment: str) -> dict[str, str]:
+    """What torchrun would tell a process, and where the package is."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(SOURCE), str(JOBS)]),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "TORCHTPU_PLATFORM": "cpu",
+        "TORCHTPU_CACHE_LIMIT": "2048",  # these tests count no compiles
+        # compiling takes most of the time
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "JOB_FOLDER": str(folder),
+        **environment,
+    }
+
+
 def start(size: int, command: list[str], folder: Path, **environment: str) -> list[subprocess.Popen]:
     """Start the processes of a job as torchrun would."""
     found = []
     for rank in range(size):
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(SOURCE), str(JOBS)]),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "TORCHTPU_PLATFORM": "cpu",
-            "TORCHTPU_CACHE_LIMIT": "2048",  # these tests count no compiles
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "JOB_FOLDER": str(folder),
-            **environment,
-        }
-        output = open(folder / f"output-{rank}", "w")  # noqa: SIM115 - the process writes to it
-        found.append(subprocess.Popen([sys.executable, *command], env=env, stdout=output, stderr=subprocess.STDOUT))
-        output.close()
+        env = environment_of(rank, size, folder, **environment)
+        with open(folder / f"output-{rank}", "w") as output:
+            found.append(subprocess.Popen([sys.executable, *command], env=env, stdout=output, stderr=subprocess.STDOUT))
     return found
 
 

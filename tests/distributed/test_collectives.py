@@ -3,16 +3,18 @@
 import pytest
 from launcher import names, run
 
-JOBS = {
-    "host-2": (2, {"TORCHTPU_COLLECTIVES": "host"}),
-    "xla-2": (2, {"TORCHTPU_COLLECTIVES": "xla"}),
-}
+JOBS = [
+    pytest.param(("host", 2), id="host-2"),
+    pytest.param(("xla", 2), id="xla-2"),
+    pytest.param(("host", 4), id="host-4", marks=pytest.mark.heavy),
+    pytest.param(("xla", 4), id="xla-4", marks=pytest.mark.heavy),
+]
 
 
-@pytest.fixture(scope="module", params=sorted(JOBS))
+@pytest.fixture(scope="module", params=JOBS)
 def outcome(request, tmp_path_factory):
-    size, environment = JOBS[request.param]
-    return run("collectives", size, tmp_path_factory.mktemp("job"), **environment)
+    transport, size = request.param
+    return run("collectives", size, tmp_path_factory.mktemp("job"), TORCHTPU_COLLECTIVES=transport)
 
 
 @pytest.mark.parametrize("check", names("collectives"))

@@ -4,9 +4,9 @@ import pytest
 from launcher import names, run
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    return run("parallel", 4, tmp_path_factory.mktemp("job"), seconds=400)
+@pytest.fixture(scope="module", params=["host", pytest.param("xla", marks=pytest.mark.heavy)])
+def outcome(request, tmp_path_factory):
+    return run("parallel", 4, tmp_path_factory.mktemp("job"), seconds=400, TORCHTPU_COLLECTIVES=request.param)
 
 
 @pytest.mark.parametrize("check", names("parallel"))

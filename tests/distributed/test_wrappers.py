@@ -4,9 +4,9 @@ import pytest
 from launcher import names, run
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    return run("wrappers", 2, tmp_path_factory.mktemp("job"))
+@pytest.fixture(scope="module", params=["host", pytest.param("xla", marks=pytest.mark.heavy)])
+def outcome(request, tmp_path_factory):
+    return run("wrappers", 2, tmp_path_factory.mktemp("job"), TORCHTPU_COLLECTIVES=request.param)
 
 
 @pytest.mark.parametrize("check", names("wrappers"))

@@ -294,7 +294,9 @@ class Group:
 
     def _equal(self, t: torch.Tensor, what: str) -> list[int]:
         if t.shape[0] % self.size:
-            raise ValueError(f"all_to_all_single: the {what}'s first dimension {t.shape[0]} is no multiple of {self.size}")
+            raise ValueError(
+                f"all_to_all_single: the {what}'s first dimension {t.shape[0]} is no multiple of {self.size}"
+            )
         return [t.shape[0] // self.size] * self.size
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, later: bool, timeout: float | None) -> Work:
@@ -344,7 +346,9 @@ class Group:
         (output,) = outputs
         given = [torch.stack(list(inputs[0]))] if self.rank == root else []
         if given and given[0].shape != (self.size, *output.shape):
-            raise ValueError(f"scatter: expected {self.size} tensors of size {list(output.shape)}, got {_kinds(inputs[0])}")
+            raise ValueError(
+                f"scatter: expected {self.size} tensors of size {list(output.shape)}, got {_kinds(inputs[0])}"
+            )
         return self._run(
             f"scatter {_kind(output)} from rank {root}",
             [output, *given],
@@ -355,7 +359,9 @@ class Group:
             timeout,
         )
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, root: int, later: bool, timeout: float | None) -> Work:
+    def gather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, root: int, later: bool, timeout: float | None
+    ) -> Work:
         """The root's list gets the tensor of every rank."""
         (x,) = inputs
         given = list(outputs[0]) if self.rank == root else []

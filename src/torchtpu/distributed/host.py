@@ -1,5 +1,5 @@
-"""Collectives between the hosts' memories, through PyTorch's gloo: what carries the data on XLA:CPU, where the arrays lie
-in host memory anyway, and messages between two ranks everywhere.
+"""Collectives between the hosts' memories, through PyTorch's gloo: what carries the data on XLA:CPU, where the arrays
+lie in host memory anyway, and messages between two ranks everywhere.
 
 Every collective begins with one message of fixed size from each rank to all: its fingerprint, and the data itself if it
 is small. So ranks that do not agree find out before any data moves (gloo would abort the process, or return nonsense),
@@ -67,6 +67,10 @@ def _fingerprint(text: str) -> int:
     return found
 
 
+def _numpy(x: torch.Tensor) -> Any:
+    return x.numpy()
+
+
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1).view(torch.uint8)
 
@@ -130,15 +134,15 @@ class HostTransport:
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size = rank, size
         whole = datetime.timedelta(seconds=timeout + _GRACE)
-        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=whole)
+        self.gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=whole)
         self.notes = dist.PrefixStore("mismatch", store)
         self.deadline = math.inf
         self.memory = SharedMemory(store, rank, size)
         self.turn = 0
         self._out = torch.zeros(SLOT, dtype=torch.uint8)
         self._in = torch.zeros(size * SLOT, dtype=torch.uint8)
-        self._write = self._out.numpy()
-        self._read = self._in.numpy()
+        self._write: Any = self._out.numpy()
+        self._read: Any = self._in.numpy()
         self._call: Call | None = None
 
     # ---- the first message ------------------------------------------------------------------------------------------
@@ -227,7 +231,9 @@ class HostTransport:
     def _scaled(self, x: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         reduction.check(x.dtype)
         if reduction.op is Op.PREMUL_SUM:
-            return x * reduction.factor if x.is_floating_point() or x.is_complex() else (x * reduction.factor).to(x.dtype)
+            return (
+                x * reduction.factor if x.is_floating_point() or x.is_complex() else (x * reduction.factor).to(x.dtype)
+            )
         return x
 
     def _for_gloo(self, mine: torch.Tensor, x: torch.Tensor, reduction: Reduction) -> tuple[torch.Tensor, Any]:
@@ -401,7 +407,9 @@ class Messages:
         head = torch.zeros(SLOT, dtype=torch.uint8)
         data = _bytes(x)
         fits = data.numel() <= ROOM
-        _HEADER.pack_into(head.numpy(), 0, 0, _fingerprint(text), data.numel() if fits else -1, data.numel())
+        _HEADER.pack_into(
+            _numpy(head), 0, 0, _fingerprint(text), data.numel() if fits else -1, data.numel()
+        )
         if fits:
             head[_HEADER.size : _HEADER.size + data.numel()] = data
         _wait_message(self.gloo, self.gloo.send([head], to, 2 * tag), deadline)
@@ -416,7 +424,7 @@ class Messages:
         work = self.gloo.recv([head], source, 2 * tag) if source >= 0 else self.gloo.recv_anysource([head], 2 * tag)
         _wait_message(self.gloo, work, deadline)
         source = source if source >= 0 else work._source_rank()
-        _, fingerprint, inside, nbytes = _HEADER.unpack_from(head.numpy(), 0)
+        _, fingerprint, inside, nbytes = _HEADER.unpack_from(_numpy(head), 0)
         if fingerprint != _fingerprint(text):
             raise MismatchError(
                 f"rank {source} of the group sent a tensor of another size or dtype ({nbytes} bytes) than {text}"

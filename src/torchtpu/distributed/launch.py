@@ -50,8 +50,8 @@ def join(store: Any, rank: int, size: int) -> None:
     if _joined is not None:
         if _joined != (rank, size):
             raise RuntimeError(
-                f"the tpu device was started by rank {_joined[0]} of {_joined[1]}, and init_process_group makes it rank "
-                f"{rank} of {size}: RANK and WORLD_SIZE must be what init_process_group is given"
+                f"the tpu device was started by rank {_joined[0]} of {_joined[1]}, and init_process_group makes it "
+                f"rank {rank} of {size}: RANK and WORLD_SIZE must be what init_process_group is given"
             )
         return
     if devices.is_initialised():
@@ -77,7 +77,12 @@ def _initialise(store: Any, rank: int, size: int) -> None:
     seconds = int(TIMEOUT.total_seconds())
     try:
         jax.distributed.initialize(
-            address, size, rank, initialization_timeout=seconds, heartbeat_timeout_seconds=30, shutdown_timeout_seconds=30
+            address,
+            size,
+            rank,
+            initialization_timeout=seconds,
+            heartbeat_timeout_seconds=30,
+            shutdown_timeout_seconds=30,
         )
     except Exception as error:
         raise RuntimeError(

@@ -114,7 +114,8 @@ class Watch:
                 return "has not started"
             state = json.loads(self.store.get(_key(rank)))
         except Exception as error:
-            return f"unknown, the store does not answer ({str(error).splitlines()[0][:100]}): its host, rank 0, may be dead"
+            first = str(error).splitlines()[0][:100]
+            return f"unknown, the store does not answer ({first}): its host, rank 0, may be dead"
         age = time.time() - state["time"]
         if state["left"]:
             return f"left the job {age:.0f} s ago, after {state.get('call', 'no collective')}"

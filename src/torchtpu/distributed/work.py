@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -133,7 +133,7 @@ class Both(Work):
 class Lane:
     """A thread that runs functions one after the other. It keeps no process alive."""
 
-    _all: weakref.WeakSet[Lane] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet[Lane]] = weakref.WeakSet()
 
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

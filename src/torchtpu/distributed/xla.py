@@ -186,7 +186,7 @@ def _checks(platform: str) -> bool:
     return platform == "cpu" or os.environ.get("TORCHTPU_COLLECTIVES_CHECK", "0") != "0"
 
 
-def _wait(value: jax.Array, deadline: float) -> None:
+def _wait(value: Any, deadline: float) -> None:
     """Wait for an array while Ctrl-C is heard and a time limit is kept to."""
     pause = 1e-5
     while not value.is_ready():

@@ -63,7 +63,7 @@ def total(values, op):
 
 def check_all_reduce_of_every_dtype():
     for dtype in NUMBERS:
-        for size in SIZES:
+        for size in SIZES if dtype is torch.float32 else SIZES[2:]:
             x = mine(size, dtype)
             dist.all_reduce(x)
             same(x, total(everyones(size, dtype), ReduceOp.SUM))
@@ -124,7 +124,7 @@ def check_sums_are_equal_on_all_ranks():
 def check_all_gather():
     n = dist.get_world_size()
     for dtype in MOVED:
-        for size in SIZES:
+        for size in SIZES if dtype is torch.float32 else SIZES[2:]:
             out = [torch.empty(size, dtype=dtype, device=DEVICE) for _ in range(n)]
             dist.all_gather(out, mine(size, dtype))
             for found, expected in zip(out, everyones(size, dtype), strict=True):
@@ -239,7 +239,7 @@ def check_uneven_all_to_all():
 def check_broadcast():
     for dtype in (torch.float32, torch.bool, torch.int8, torch.bfloat16, torch.int64):
         for root in (0, dist.get_world_size() - 1):
-            for size in SIZES:
+            for size in SIZES if dtype is torch.float32 else SIZES[2:]:
                 x = mine(size, dtype)
                 dist.broadcast(x, root)
                 same(x, value(root, size, dtype))

@@ -105,6 +105,7 @@ def check_a_rank_that_does_not_come():
         if dist.get_rank() == 1:
             stay_away(6)
         else:
+
             def call(group=group, x=x, later=later):
                 work = dist.all_reduce(x, group=group, async_op=later)
                 if work is not None:

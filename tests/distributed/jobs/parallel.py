@@ -231,9 +231,7 @@ def check_pipelines():
             part.zero_grad()
             part.to(DEVICE)
         places = [r, r + n] if several else [r]
-        made = [
-            PipelineStage(p, i, 2 * n if several else n, DEVICE) for p, i in zip(parts, places, strict=True)
-        ]
+        made = [PipelineStage(p, i, 2 * n if several else n, DEVICE) for p, i in zip(parts, places, strict=True)]
         run = schedule(made if several else made[0], 4, loss_fn=nn.functional.mse_loss)
         losses = []
         if r == 0:

@@ -22,16 +22,13 @@ def main() -> None:
     path = Path(os.environ["JOB_FOLDER"]) / f"results-{rank}.json"
     torch.tpu.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(getattr(module, "BACKEND", "tpu"), timeout=datetime.timedelta(seconds=60))
+    checks = [f for name, f in inspect.getmembers(module, inspect.isfunction) if name.startswith("check_")]
     results: dict[str, str] = {}
-    for name, check in inspect.getmembers(module, inspect.isfunction):
-        if name.startswith("check_"):
-            results[name] = "not run"
-    order = sorted(results, key=lambda n: getattr(module, n).__code__.co_firstlineno)
-    results = {}
-    for name in order:
+    for check in sorted(checks, key=lambda f: f.__code__.co_firstlineno):
+        name = check.__name__
         start = time.perf_counter()
         try:
-            getattr(module, name)()
+            check()
             results[name] = ""
         except Exception:
             results[name] = traceback.format_exc()
