@@ -70,7 +70,7 @@ VARIABLES = (
     Variable(
         "TORCHTPU_COLLECTIVES_CHECK",
         "0",
-        "`1` compares what the ranks call before each XLA collective, so that ranks that disagree get an error at once.",
+        "`1` compares what the ranks call before each XLA collective, so that ranks that disagree learn of it at once.",
     ),
     Variable(
         "TORCH_DEVICE_BACKEND_AUTOLOAD",

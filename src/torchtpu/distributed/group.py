@@ -100,7 +100,11 @@ class Group:
         transport = self.transport
 
         def put(results: Sequence[Any]) -> None:
-            write([transport.tensor(r, device or 0) for r in results])
+            try:
+                tensors = [transport.tensor(r, device or 0) for r in results]
+            except Exception as error:
+                raise self._explain(error, call) from error
+            write(tensors)
 
         work = Work(outputs, put)
 
@@ -459,6 +463,7 @@ class Group:
         for lane in (*([self._lane] if self._lane else []), *self._lanes.values()):
             lane.close()
         self._lane, self._lanes = None, {}
+        self.transport.host.memory.close()
 
     def abort(self) -> None:
         """Give the group up: whatever is called from now on fails."""

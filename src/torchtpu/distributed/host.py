@@ -407,9 +407,7 @@ class Messages:
         head = torch.zeros(SLOT, dtype=torch.uint8)
         data = _bytes(x)
         fits = data.numel() <= ROOM
-        _HEADER.pack_into(
-            _numpy(head), 0, 0, _fingerprint(text), data.numel() if fits else -1, data.numel()
-        )
+        _HEADER.pack_into(_numpy(head), 0, 0, _fingerprint(text), data.numel() if fits else -1, data.numel())
         if fits:
             head[_HEADER.size : _HEADER.size + data.numel()] = data
         _wait_message(self.gloo, self.gloo.send([head], to, 2 * tag), deadline)

@@ -86,6 +86,13 @@ class SharedMemory:
                 os.close(opened)
         return known[1][:nbytes]
 
+    def close(self) -> None:
+        """Give the segments back; nothing can be written afterwards."""
+        for descriptor, _ in self._own:
+            os.close(descriptor)
+        self._own, self.usable = [], False
+        self._peers.clear()
+
 
 def _place() -> str:
     """What processes that can open each other's memory have in common."""

@@ -219,6 +219,9 @@ def _cpu_client() -> list[Any]:
 
 
 def _tpu_client() -> list[Any]:
+    job = processes.job()
+    if job is not None and job.local_size > 1 and "TPU_PROCESS_BOUNDS" not in os.environ:
+        os.environ.update(processes.libtpu_environment(job))
     import jax
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["Job", "job"]
+__all__ = ["Job", "job", "libtpu_environment"]
 
 
 @dataclass(frozen=True)
@@ -51,3 +51,31 @@ def job() -> Job | None:
     if size == 1:
         return None
     return Job(rank, size, local, local_size, os.environ["MASTER_ADDR"], numbers["MASTER_PORT"])
+
+
+_BOUNDS = {4: "2,2,1", 8: "2,4,1"}
+_PORT = 8476
+
+
+def libtpu_environment(job: Job) -> dict[str, str]:
+    """Variables with which libtpu gives each process of a host one of its chips, and lets them form one topology.
+
+    They are those of PyTorch/XLA's and JAX's instructions for several processes on one TPU host of 4 or 8 chips.
+
+    Raises:
+        RuntimeError: for other numbers of processes, or several hosts: the variables have to be set from outside.
+    """
+    if job.local_size != job.size or job.local_size not in _BOUNDS:
+        raise RuntimeError(
+            f"{job.local_size} processes on this host and {job.size} in all: libtpu has to be told which chips each "
+            "process uses (TPU_VISIBLE_CHIPS, TPU_CHIPS_PER_PROCESS_BOUNDS, TPU_PROCESS_BOUNDS, TPU_PROCESS_ADDRESSES, "
+            "TPU_PROCESS_PORT, CLOUD_TPU_TASK_ID); without that, 4 or 8 processes on one host work"
+        )
+    return {
+        "TPU_VISIBLE_CHIPS": str(job.local_rank),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_BOUNDS": _BOUNDS[job.local_size],
+        "TPU_PROCESS_ADDRESSES": ",".join(f"localhost:{_PORT + i}" for i in range(job.local_size)),
+        "TPU_PROCESS_PORT": str(_PORT + job.local_rank),
+        "CLOUD_TPU_TASK_ID": str(job.local_rank),
+    }

@@ -176,6 +176,31 @@ def check_loss_parallel():
     torch.testing.assert_close(whole(x.grad), reference.grad)
 
 
+def check_context_parallel():
+    """Ring attention, by the kernel that PyTorch's context parallelism knows."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mesh = mesh_of(4)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, 16, 8, generator=generator) for _ in range(3)]
+    plain = [t.clone().requires_grad_() for t in whole]
+    expected = nn.functional.scaled_dot_product_attention(*plain, is_causal=True)
+    expected.square().sum().backward()
+    q, k, v = (t.to(DEVICE) for t in whole)
+    with (
+        sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+        context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3),
+    ):
+        parts = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        out.square().sum().backward()
+        found = context_parallel_unshard(mesh, [out.detach(), *(t.grad for t in parts)], [2] * 4)
+    for a, b in zip(found, [expected.detach(), *(t.grad for t in plain)], strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-5)
+
+
 def split(name):
     """Whether the plan splits a parameter: one norm of parameters on different meshes PyTorch does not compute."""
     return name.split(".")[0] in PLAN
