@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
-__all__ = ["CollectiveError", "CollectiveTimeout", "MismatchError"]
+__all__ = ["CollectiveError", "CollectiveTimeout", "MismatchError", "check_splits"]
 
 
 class CollectiveError(dist.DistBackendError):
@@ -17,3 +19,23 @@ class CollectiveTimeout(CollectiveError):
 
 class MismatchError(CollectiveError):
     """The ranks of a group called different collectives, or the same one with other sizes or dtypes."""
+
+
+def check_splits(table: Sequence[Sequence[int]]) -> None:
+    """Refuse, on every rank alike, an all_to_all in which somebody expects another number of elements than is sent.
+
+    Args:
+        table: for each rank, how many elements it sends to each, then how many it expects from each.
+
+    Raises:
+        MismatchError: they do not fit.
+    """
+    ranks = len(table)
+    for sender, row in enumerate(table):
+        for receiver, sent in enumerate(row[:ranks]):
+            expected = table[receiver][ranks + sender]
+            if sent != expected:
+                raise MismatchError(
+                    f"rank {sender} of the group sends {sent} elements to rank {receiver}, which expects {expected}: "
+                    "input_split_sizes and output_split_sizes do not fit"
+                )

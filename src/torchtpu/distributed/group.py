@@ -64,7 +64,7 @@ class Group:
         self.number = 0
         self.broken: Exception | None = None
         self.batch: list[Work] | None = None
-        self._lane: Lane | None = None
+        self._lane: Lane | None = Lane.of_all() if self.transport.one_order else None
         self._lanes: dict[tuple[str, int, int], Lane] = {}
 
     # ---- running ----------------------------------------------------------------------------------------------------
@@ -117,17 +117,15 @@ class Group:
                 work.fail(self._explain(error, call))
             call.done = True
 
-        if not later and (self._lane is None or self._lane.idle):
-            run()
-            work.wait()
-        elif transport.asynchronous:
+        lane = self._lane
+        if transport.asynchronous or (not later and (lane is None or lane.idle)):
             run()
         else:
-            if self._lane is None:
-                self._lane = Lane("torchtpu-collectives")
-            self._lane.put(run)
-            if not later:
-                work.wait()
+            if lane is None:
+                lane = self._lane = Lane("torchtpu-collectives")
+            lane.put(run)
+        if not later:
+            work.wait()
         return self._batched(work)
 
     def _batched(self, work: Work) -> Work:
@@ -460,9 +458,10 @@ class Group:
 
     def shutdown(self) -> None:
         """End the group's threads once their work is done."""
-        for lane in (*([self._lane] if self._lane else []), *self._lanes.values()):
+        own = [self._lane] if self._lane is not None and not self.transport.one_order else []
+        for lane in (*own, *self._lanes.values()):
             lane.close()
-        self._lane, self._lanes = None, {}
+        self._lanes = {}
         self.transport.host.memory.close()
 
     def abort(self) -> None:

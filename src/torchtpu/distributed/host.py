@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from torchtpu.distributed import buffers
-from torchtpu.distributed.errors import CollectiveError, CollectiveTimeout, MismatchError
+from torchtpu.distributed.errors import CollectiveError, CollectiveTimeout, MismatchError, check_splits
 from torchtpu.distributed.reductions import Op, Reduction, combine, finish, working_dtype
 from torchtpu.distributed.shared import SharedMemory
 from torchtpu.distributed.watch import Call
@@ -337,20 +337,16 @@ class HostTransport:
     def _exchanged(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """The bytes of every rank's part for this one, to be read before the next exchange."""
         dtype = parts[0].dtype
-        lengths = torch.tensor([p.nbytes for p in parts], dtype=torch.int64)
+        lengths = torch.tensor([*(p.numel() for p in parts), *map(math.prod, shapes)], dtype=torch.int64)
         given = self._agree([_bytes(lengths), *map(_bytes, parts)])
         if given is None:
             return [_bytes(p) for p in self._all_to_all(parts, shapes)]
+        table = [message[: lengths.nbytes].view(torch.int64).tolist() for message in given]
+        check_splits(table)
         found = []
-        for rank, (message, shape) in enumerate(zip(given, shapes, strict=True)):
-            sent = message[: lengths.nbytes].view(torch.int64).tolist()
-            at, expected = lengths.nbytes + sum(sent[: self.rank]), math.prod(shape) * dtype.itemsize
-            if sent[self.rank] != expected:
-                raise MismatchError(
-                    f"rank {rank} of the group sends {sent[self.rank]} bytes to rank {self.rank}, which expects "
-                    f"{expected}: input_split_sizes and output_split_sizes do not fit"
-                )
-            found.append(message[at : at + expected])
+        for message, sent in zip(given, table, strict=True):
+            at = lengths.nbytes + dtype.itemsize * sum(sent[: self.rank])
+            found.append(message[at : at + dtype.itemsize * sent[self.rank]])
         return found
 
     def _all_to_all(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[torch.Tensor]:

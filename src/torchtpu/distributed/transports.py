@@ -27,12 +27,15 @@ class Transport(Protocol):
     Attributes:
         host: for messages between two ranks.
         asynchronous: its methods return before the values are there.
+        one_order: the collectives of all groups of a process run in the order in which they are called.
     """
 
     @property
     def host(self) -> HostTransport: ...
     @property
     def asynchronous(self) -> bool: ...
+    @property
+    def one_order(self) -> bool: ...
     def begin(self, call: Call, timeout: float) -> None: ...
     def load(self, arrays: Sequence[jax.Array], sizes: Shapes) -> list[Any]: ...
     def tensor(self, value: Any, device: int) -> torch.Tensor: ...
@@ -81,6 +84,7 @@ class OnHost(HostTransport):
     """``HostTransport`` for arrays of the device."""
 
     asynchronous = False
+    one_order = False
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         super().__init__(store, rank, size, timeout)

@@ -134,6 +134,7 @@ class Lane:
     """A thread that runs functions one after the other. It keeps no process alive."""
 
     _all: ClassVar[weakref.WeakSet[Lane]] = weakref.WeakSet()
+    _shared: ClassVar[Lane | None] = None
 
     def __init__(self, name: str) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -142,6 +143,13 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._all.add(self)
+
+    @classmethod
+    def of_all(cls) -> Lane:
+        """The process's own, for what must run in one order whatever its group."""
+        if cls._shared is None:
+            cls._shared = Lane("torchtpu-collectives")
+        return cls._shared
 
     @classmethod
     def end_all(cls) -> None:

@@ -20,7 +20,7 @@ import torch
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from torchtpu.distributed.errors import CollectiveError, CollectiveTimeout
+from torchtpu.distributed.errors import CollectiveError, CollectiveTimeout, check_splits
 from torchtpu.distributed.host import HostTransport
 from torchtpu.distributed.reductions import Op, Reduction, working_dtype
 from torchtpu.distributed.watch import Call
@@ -53,7 +53,7 @@ class XlaTransport:
         ranks: global ranks of the members.
     """
 
-    asynchronous = True
+    one_order = True
 
     def __init__(self, host: Any, rank: int, size: int, ranks: Sequence[int]) -> None:
         self.host: HostTransport = host
@@ -69,6 +69,7 @@ class XlaTransport:
         self.sharding = NamedSharding(self.mesh, PartitionSpec(_AXIS))
         self.device = first[ranks[rank]]
         self.checks = _checks(platform)
+        self.asynchronous = not self.checks
 
     def begin(self, call: Call, timeout: float) -> None:
         """Compare what the ranks call, if that has been asked for."""
@@ -152,11 +153,12 @@ class XlaTransport:
 
     @_with_64_bits
     def all_to_all_uneven(self, parts: Sequence[jax.Array], shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
-        """Every part is padded to the longest of all ranks, which they agree on first."""
+        """Every part is padded to the longest of all ranks; they tell each other first what each sends."""
         sizes = [int(np.prod(s)) for s in shapes]
-        mine = max([p.size for p in parts] + sizes)
-        most = self._run(_all_reduce, (Op.MAX, self.size), jax.device_put(np.full((1, 1), mine, np.int32), self.device))
-        longest = int(most.reshape(()))
+        mine = jax.device_put(np.array([[*(p.size for p in parts), *sizes]], np.int32), self.device)
+        table = np.asarray(self._run(_all_gather, (), mine)).reshape(self.size, 2 * self.size)
+        check_splits(table.tolist())
+        longest = int(table.max())
         if longest == 0:
             return [p.reshape(tuple(s)) for p, s in zip(parts, shapes, strict=True)]
         rows = jnp.concatenate([_padded(_row(p), longest) for p in parts])
