@@ -84,11 +84,25 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend("tpu")
     torch._register_device_module("tpu", device)
     torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=True, for_storage=True)
+    from torchtpu import distributed
+
+    distributed.register()
+    devices.before_start(_join)
     from torchtpu.integrations import accelerate, dynamo, flex_attention
 
     for integration in (accelerate, dynamo, flex_attention):
         integration.install()
     _registered = True
+
+
+def _join() -> None:
+    """Before the client starts: become one of the processes of a job."""
+    from torchtpu.runtime import processes
+
+    if processes.job() is not None:
+        from torchtpu.distributed import launch
+
+        launch.join_at_start()
 
 
 def _start() -> None:

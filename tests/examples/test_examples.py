@@ -52,8 +52,21 @@ def test_several_devices() -> None:
     assert len(lines) == 6
 
 
+def test_distributed() -> None:
+    """As documented: torchrun, two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    inherited = {name: value for name, value in os.environ.items() if name != "TORCHTPU_CPU_DEVICES"}
+    environment = inherited | {"TORCHTPU_PLATFORM": "cpu", "PYTHONPATH": str(EXAMPLES.parent / "src")}
+    # The interpreter of each process imports the package first, as autoload does where it is installed.
+    program = ["--no-python", sys.executable, "-c", PROGRAM, str(EXAMPLES / "distributed.py")]
+    done = subprocess.run([*command, *program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    several, one = (float(part.split()[-1]) for part in done.stdout.splitlines()[-1].split(","))
+    assert abs(several - one) < 1e-5
+
+
 def test_every_example_is_tested_and_documented() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"train_tiny_llama.py", "sentence_pairs.py", "several_devices.py"}
+    assert names == {"train_tiny_llama.py", "sentence_pairs.py", "several_devices.py", "distributed.py"}
     guide = (EXAMPLES.parent / "docs" / "getting-started.md").read_text()
     assert all(name in guide for name in names)

@@ -62,6 +62,17 @@ VARIABLES = (
         "Blocks that repeat in a program, such as a decoder's layers, are compiled once; `0` compiles programs whole.",
     ),
     Variable(
+        "TORCHTPU_COLLECTIVES",
+        "automatic",
+        "How `torch.distributed` moves values between processes: `xla` for XLA programs between the devices (a TPU's "
+        "own network), `host` for the hosts' memories; by default `xla` on a TPU and `host` on XLA:CPU.",
+    ),
+    Variable(
+        "TORCHTPU_COLLECTIVES_CHECK",
+        "0",
+        "`1` compares what the ranks call before each XLA collective, so that ranks that disagree learn of it at once.",
+    ),
+    Variable(
         "TORCH_DEVICE_BACKEND_AUTOLOAD",
         "1",
         "PyTorch's own: `0` stops `import torch` from loading device backends; `import torchtpu` still does.",

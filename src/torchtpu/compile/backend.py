@@ -15,12 +15,15 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from torchtpu.compile.graph import GraphProgram
 from torchtpu.compile.padding import Buckets
+from torchtpu.compile.segments import SegmentedProgram, has_collectives
 
 __all__ = ["backend"]
 
 
 def _compiler(buckets: Buckets) -> Callable[..., Any]:
     def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if has_collectives(module):
+            return make_boxed_func(SegmentedProgram(module, lambda part: GraphProgram(part, buckets)))
         return make_boxed_func(GraphProgram(module, buckets))
 
     return aot_autograd(fw_compiler=compile_graph)

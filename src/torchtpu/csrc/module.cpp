@@ -11,4 +11,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   torchtpu::bind_device(module);
   torchtpu::bind_dispatch(module);
   torchtpu::bind_origin(module);
+  torchtpu::bind_process_group(module);
 }

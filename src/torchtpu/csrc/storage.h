@@ -60,5 +60,6 @@ std::pair<uint64_t, uint64_t> reserve_draws(
 void bind_dispatch(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 void bind_origin(pybind11::module_& module);
+void bind_process_group(pybind11::module_& module);
 
 }  // namespace torchtpu

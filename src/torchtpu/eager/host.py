@@ -81,7 +81,9 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
             copy_(self, staged)
         return self
     if src.device != self.device:
-        moved = jax.device_put(array_of(src), devices.device(self.device.index))
+        moved, target = array_of(src), devices.device(self.device.index)
+        if target is not devices.device(src.device.index):  # of several processes on a host each has one
+            moved = jax.device_put(moved, target)
         return copy_(self, wrap_array(moved, self.device.index))
     if not _share(self, src):
         if _copy_on_device is None:

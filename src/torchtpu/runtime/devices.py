@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtpu.runtime import hardware
+from torchtpu.runtime import hardware, processes
 
 _FORKED = "Cannot re-initialize the tpu device in a forked subprocess; use the 'spawn' start method"
 
@@ -39,6 +39,7 @@ class _State:
 
 _state = _State()
 _at_start: list[Callable[[], None]] = []
+_before_start: list[Callable[[], None]] = []
 _flushers: list[Callable[[int], None]] = []
 
 
@@ -99,9 +100,16 @@ def cpu_devices() -> int:
 
 
 def count() -> int:
-    """Number of devices of this process. Starts nothing and does not import JAX."""
+    """Number of devices of this process. Starts nothing and does not import JAX.
+
+    Of several processes on a host each has one device, which every index names: a program written for devices that all
+    processes see takes the one of its LOCAL_RANK.
+    """
     if _state.devices:
         return len(_state.devices)
+    job = processes.job()
+    if job is not None and job.local_size > 1:
+        return job.local_size
     return cpu_devices() if choose_platform() == "cpu" else hardware.tpu_devices()
 
 
@@ -111,6 +119,11 @@ def at_start(function: Callable[[], None]) -> None:
         function()
     else:
         _at_start.append(function)
+
+
+def before_start(function: Callable[[], None]) -> None:
+    """Call `function` before the PJRT client starts: the last moment for what JAX is told only then."""
+    _before_start.append(function)
 
 
 def is_initialised() -> bool:
@@ -147,7 +160,12 @@ def _start() -> None:
     _state.starting = True
     try:
         platform = choose_platform()
+        for function in _before_start:
+            function()
         _state.devices = _cpu_client() if platform == "cpu" else _tpu_client()
+        job = processes.job()
+        if job is not None and job.local_size > 1:
+            _state.devices = _state.devices[:1] * job.local_size
         _state.pending = [collections.deque(maxlen=256) for _ in _state.devices]
         _state.platform = platform
         # Data loaders fork, and what must not happen in their children raises there.
@@ -173,7 +191,8 @@ def _notice() -> None:
 
 
 def _cpu_client() -> list[Any]:
-    wanted = cpu_devices()
+    job = processes.job()
+    wanted = 1 if job is not None and job.local_size > 1 else cpu_devices()
     import jax
 
     platforms = getattr(jax.config, "jax_platforms", None)
@@ -200,6 +219,9 @@ def _cpu_client() -> list[Any]:
 
 
 def _tpu_client() -> list[Any]:
+    job = processes.job()
+    if job is not None and job.local_size > 1 and "TPU_PROCESS_BOUNDS" not in os.environ:
+        os.environ.update(processes.libtpu_environment(job))
     import jax
 
     try:

@@ -1,0 +1,66 @@
+"""Making a process group."""
+
+from __future__ import annotations
+
+import atexit
+from types import FunctionType
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtpu import _C
+from torchtpu.distributed.group import Group
+from torchtpu.distributed.watch import Watch
+from torchtpu.distributed.work import Both, Lane, Work
+from torchtpu.eager.hidden import hide_from_dynamo
+
+__all__ = ["create_backend"]
+
+_watch: Watch | None = None
+
+for _class in (Group, Work, Both, Lane, Watch):  # C++ and threads enter the package here
+    for _function in vars(_class).values():
+        if isinstance(_function, FunctionType):
+            hide_from_dynamo(_function)
+
+
+def create_backend(name: str, options: Any) -> Any:
+    """The C++ backend for ``torch.distributed`` and the Python group behind it.
+
+    Args:
+        name: what the backend is called.
+        options: c10d's ``DistributedBackendOptions``: store, rank, size, timeout, and the members' global ranks
+            (none given: all ranks, in order).
+    """
+    from torchtpu.distributed import launch
+
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if not dist.is_initialized():
+        launch.join(options.store, options.group_rank, options.group_size)
+    _C.define_process_group()
+    timeout = options.timeout.total_seconds()
+    watch = _watch_of(options.store, dist.get_rank() if dist.is_initialized() else ranks[options.group_rank])
+    group = Group(options.store, options.group_rank, options.group_size, timeout, options.group_id, ranks, watch)
+    return _C.ProcessGroupTPU(options.group_rank, options.group_size, name, timeout, group)
+
+
+def _watch_of(store: Any, rank: int) -> Watch:
+    """The process's watch; a new one for a new default group."""
+    global _watch
+    if _watch is None or not dist.is_initialized():
+        if _watch is not None:
+            _watch.stop()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        _watch = Watch(store, rank)
+    return _watch
+
+
+def _leave() -> None:
+    """At exit: Python ends a thread that is inside C++ by aborting the process, so none may be left there."""
+    if _watch is not None:
+        _watch.stop()
+    Lane.end_all()
+
+
+atexit.register(_leave)
