@@ -139,7 +139,9 @@ def _run(step: Step, model: torch.nn.Module, inputs: Any) -> Any:
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
     flat = tensor.detach().contiguous()
-    return flat.view(torch.uint8).numpy().view(to_jax(tensor.dtype)).reshape(tensor.shape) if flat.ndim else flat.numpy()
+    return (
+        flat.view(torch.uint8).numpy().view(to_jax(tensor.dtype)).reshape(tensor.shape) if flat.ndim else flat.numpy()
+    )
 
 
 def _differences(step: Step, state: Any, model: torch.nn.Module) -> list[tuple[str, float]]:

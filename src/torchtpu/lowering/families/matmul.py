@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import torch
 
 from torchtpu.lowering.dtypes import to_jax
-from torchtpu.lowering.precision import narrow, accumulator, einsum, matmul_precision, product
+from torchtpu.lowering.precision import accumulator, einsum, matmul_precision, narrow, product
 from torchtpu.lowering.promotion import cast
 from torchtpu.lowering.registry import lowering
 
