@@ -206,6 +206,7 @@ class Program:
         nested: for each result that is not a written argument, whether it is a list.
         results, result_types, input_types: number of arrays returned, and the abstract values of all arrays.
         describes: shapes and dtypes of the storages it reads, for messages.
+        growth: the call without its sizes, and its sizes, where they may change (``growth.Shape``).
     """
 
     _uids = itertools.count()
@@ -221,7 +222,7 @@ class Program:
         self.reads = not used.isdisjoint(closed.jaxpr.invars) or not set(closed.jaxpr.invars).isdisjoint(
             v for v in closed.jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)
         )
-        self.starts = sum(len(w.starts) for w in described.windows if not w.plan.static)
+        self.starts = notes.get("starts") or sum(len(w.starts) for w in described.windows if not w.plan.static)
         self.outputs = [output_spec(m, self.name) for m in notes["outputs"]]
         self.writes = [(i, storage_spec(described.operands[i])) for i in notes["writes"]]
         self.checks = notes["checks"]
@@ -233,6 +234,7 @@ class Program:
         self.describes = [
             f"{s.dtype}{list(s.shape)}".removeprefix("torch.") for s in described.operands if s is not None
         ]
+        self.growth: Any = None
         self.run: Callable[..., Any] | None = None
 
     def compiled(self, operands: Sequence[Any], device: jax.Device) -> Callable[..., Any]:
@@ -289,7 +291,7 @@ class Meta:
     dtype: torch.dtype
 
 
-_OUT_DECIDES = {f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nansum", "prod", "sum")}
+OUT_DECIDES = {f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nansum", "prod", "sum")}
 """Operators that compute in the dtype of an out= argument where no dtype is given."""
 
 
@@ -312,7 +314,7 @@ def trace_function(
         dropped = derived.dropped if derived is not None else frozenset()
         args = tuple(value(x) for n, x in zip(names, call.args, strict=False) if n not in dropped)
         kwargs = {n: value(x) for n, x in call.kwargs.items() if n not in dropped}
-        if target._schema.name in _OUT_DECIDES and dropped and kwargs.get("dtype") is None:
+        if target._schema.name in OUT_DECIDES and dropped and kwargs.get("dtype") is None:
             kwargs["dtype"] = given_names["out"].dtype
         with tracing(trace):
             result = apply(target, args, kwargs)
