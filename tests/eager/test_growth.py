@@ -72,20 +72,22 @@ def _token_mask(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
     causal = torch.arange(mask.shape[1], device=x.device) <= positions[:, :, None]
     stop = torch.isin(ids, torch.tensor([1, 2], device=x.device)).any(-1)
+    room = torch.nn.functional.pad(mask, (0, 200 - mask.shape[1]), value=2)
+    stop = stop + torch.nn.functional.pad(mask, (1, 0)).sum(-1) + room.sum(-1)
     last = ids[:, -1:].clone() + positions[:, -1:]
     return torch.cat([x, last.float() / 7], -1), causal.sum((1, 2)) + stop
 
 
 @pytest.mark.parametrize("step", [_append, _write, _attend, _token_mask], ids=lambda f: f.__name__[1:])
 def test_a_loop_that_appends(step):
-    steps = 22
+    steps = 25
     found, compiled = _grow(step, "tpu", 5, steps)
     wanted, _ = _grow(step, "cpu", 5, steps)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    # Columns 5 to 26: after the first sizes, programs are made only where a power of two is passed.
+    # Columns 5 to 29: after the first sizes, programs are made only where a power of two is passed.
     sizes = range(5, 5 + steps)
-    quiet = [c for n, c in zip(sizes, compiled, strict=True) if n >= 12 and not 15 <= n <= 19]
+    quiet = [c for n, c in zip(sizes, compiled, strict=True) if n >= 12 and not 14 <= n <= 19]
     assert sum(quiet) == 0, dict(zip(sizes, compiled, strict=True))
     again, compiled = _grow(step, "tpu", 6, 4)
     wanted, _ = _grow(step, "cpu", 6, 4)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import sympy
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
@@ -101,7 +102,7 @@ class _Symbolic:
             return x, x
 
         op, are_sizes = call.op, growth.sizes_among(call.op, kernel.flags)
-        with FakeTensorMode(shape_env=self.env):
+        with FakeTensorMode(shape_env=self.env), enable_python_dispatcher():
             pairs = [leaf(x, are_sizes[a.name]) for a, x in zip(op._schema.arguments, call.args, strict=False)]
             named = {n: leaf(x, are_sizes[n]) for n, x in call.kwargs.items()}
             dropped = kernel.derived.dropped if kernel.derived is not None else frozenset()
@@ -190,8 +191,9 @@ def grown(
     """
     structure, sizes = shape
     changing, buckets = growth.varying(structure), Buckets()
-    if changing is None or buckets.exact or metas is None or any(sizes[i] < 2 for i in changing):
+    if changing is None or buckets.exact or metas is None:
         return None
+    changing = frozenset(i for i in changing if sizes[i] > 1)  # PyTorch treats 0 and 1 apart
     try:
         return _build(kernel, call, structure, sizes, changing, buckets, list(metas), operands, tensors)
     except NotUnderstood as why:
