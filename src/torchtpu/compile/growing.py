@@ -328,7 +328,7 @@ def _traced(
     def traced(*operands: Any) -> list[jax.Array]:
         values = list(operands)
         seed = values.pop() if notes["random"] else None
-        numbers = list(values.pop())
+        numbers = list(values.pop()) if given.numbers else []
         counts = {s: numbers.pop(0) for s in found.symbols}
         frame = Frame(rounded_up, counts, found.implied)
         for i, s in enumerate(given.operands):
