@@ -196,6 +196,7 @@ class Program:
         operators: the aten overloads in it, where it is a graph of several.
         function: on flat arrays: storage values and numbers (those that are not None), then the starts, then the seed.
         kinds: for each operand, how it is passed: see ``Kind``.
+        only_arrays: whether all operands are arrays.
         starts: how many numbers say where slices start.
         random: whether it takes a seed.
         draws: how many draws it takes from the generator.
@@ -231,6 +232,7 @@ class Program:
         self.result_types = list(closed.out_avals)
         self.input_types = [v.aval for v in closed.jaxpr.invars]
         self.kinds = list(_kinds(described, self.input_types))
+        self.only_arrays = all(kind == Kind.ARRAY for kind in self.kinds)
         self.describes = [
             f"{s.dtype}{list(s.shape)}".removeprefix("torch.") for s in described.operands if s is not None
         ]
