@@ -51,7 +51,7 @@ from torchtpu.lowering.apply import apply
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import rounded, to_jax, to_torch
 from torchtpu.lowering.promotion import cast
-from torchtpu.runtime.observe import log
+from torchtpu.runtime import observe
 
 __all__ = ["grown"]
 
@@ -197,7 +197,7 @@ def grown(
     try:
         return _build(kernel, call, structure, sizes, changing, buckets, list(metas), operands, tensors)
     except NotUnderstood as why:
-        log.info("%s is compiled for exact sizes: %s", name_of(call.op), why)
+        observe.exact(f"{name_of(call.op)}: {why}")
         growth.refuse(structure)
         return None
 
