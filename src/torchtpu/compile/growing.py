@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtpu import _C
 from torchtpu.compile.padding import Buckets, padded_flat
-from torchtpu.compile.padding_layout import Dim, Frame, NotUnderstood, Padded, is_padded, normal
+from torchtpu.compile.padding_layout import Dim, Frame, NotUnderstood, Padded, expression, is_padded, normal
 from torchtpu.compile.padding_rules import Interpreter, Size
 from torchtpu.eager import growth
 from torchtpu.eager.kernels import Kernel
@@ -76,7 +76,7 @@ class _Symbolic:
             source = ConstantSource(f"s{i}")
             symbol = self.env.create_symbol(n, source, DimDynamic.DYNAMIC)
             nodes.append(self.env.create_symintnode(symbol, hint=n, source=source))
-        self.symbols = [n.node.expr for n in nodes]
+        self.symbols = [expression(n) for n in nodes]
         symbolic = [nodes[numbers.index(n)] if i in changing else n for i, n in enumerate(sizes)]
         position = itertools.count()
         fakes: dict[int, torch.Tensor] = {}
@@ -196,7 +196,7 @@ def grown(
     changing = frozenset(i for i in changing if sizes[i] > 1)  # PyTorch treats 0 and 1 apart
     try:
         return _build(kernel, call, structure, sizes, changing, buckets, list(metas), operands, tensors)
-    except NotUnderstood as why:
+    except Exception as why:  # exact sizes may do; if it was no fault of the sizes, they raise it again
         observe.exact(f"{name_of(call.op)}: {why}")
         growth.refuse(structure)
         return None
@@ -260,7 +260,8 @@ def _build(
         program.growth, program.writes, program.outputs = (structure, sizes), notes["written"], notes["constants"]
     # Results have sizes of their own at every call, unlike the program.
     specs = [
-        constant or _spec(m, r, program.name) for constant, m, r in zip(program.outputs, metas, results, strict=True)
+        constant if r is None else _spec(m, r, program.name)
+        for constant, m, r in zip(program.outputs, metas, results, strict=True)
     ]
     run = kernel.runner(program, given, specs)
 
@@ -486,11 +487,10 @@ def _store(frame: Frame, x: Padded, order: Sequence[int], extents: Sequence[int]
     row = math.prod(shape[split:])
     position = jnp.arange(math.prod(shape[:split]), dtype=jnp.int32)
     parts = []
-    for n in reversed(counts[1:]):
-        n = jnp.asarray(n).astype(jnp.int32)
-        parts.append(position % n)
-        position = position // n
+    for count in reversed(counts[1:]):
+        parts.append(position % jnp.asarray(count, jnp.int32))
+        position = position // jnp.asarray(count, jnp.int32)
     source = jnp.zeros_like(position)
-    for part, n in zip([position, *reversed(parts)], shape[:split], strict=True):
-        source = source * n + part
+    for part, places in zip([position, *reversed(parts)], shape[:split], strict=True):
+        source = source * places + part
     return jnp.take(array.reshape(-1, row), source, axis=0, mode="clip").reshape(-1)
