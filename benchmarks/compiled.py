@@ -143,6 +143,7 @@ def _side(model: Any, ids: torch.Tensor, compiled: bool) -> tuple[Callable[[], o
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        torch.tpu.synchronize()  # the update goes on when the loss is there, in the time of the other side
         return loss.item()
 
     return forward, step
