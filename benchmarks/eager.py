@@ -7,24 +7,18 @@ measure take turns, so a busy one spoils the times more than the ratios.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("TORCHTPU_PLATFORM", "cpu")
 os.environ.setdefault("TORCHTPU_CACHE_LIMIT", "0")  # compiles are measured
 
-import jax
-import torch
-
-import torchtpu
-from benchmarks.measure import Measure, markdown
+from benchmarks.measure import Measure
 from benchmarks.models import MODELS, measure_gpt2, measure_minilm, measure_models, measure_training
 from benchmarks.operators import measure_operators
 from benchmarks.process import measure_import, measure_start, measure_tenth_step, measure_transfer
+from benchmarks.report import measure_sections
 
 SECTIONS: dict[str, tuple[str, tuple[str, str]]] = {
     "import": ("`import torch`", ("with the device", "without")),
@@ -60,33 +54,8 @@ def main() -> None:
         "start": measure_start,
         "tenth": measure_tenth_step,
     }
-    versions = f"torch {torch.__version__}, jax {jax.__version__}, Python {platform.python_version()}"
-    system = f"{versions}, {os.cpu_count()} CPU cores"
-    load = os.getloadavg()[0]
-    header = (
-        "# Eager benchmarks\n\n"
-        f"Written by `python -m benchmarks.eager --output benchmarks/results`. torchtpu {torchtpu.__version__}, "
-        f"{system}, on {torch.tpu.get_device_name()}; {load:.1f} processes wanted to run when it started. "
-        "The ratio is that of the least times.\n"
-    )
-    print(header, flush=True)
-    text, data = [header], {}
-    for name in options.only:
-        print(f"measuring: {name}", file=sys.stderr, flush=True)
-        measures = run[name]()
-        title, sides = SECTIONS[name]
-        section = markdown(title, measures, sides)
-        print(section, flush=True)
-        text.append(section)
-        data[name] = [m.as_dict() for m in measures]
-    fallbacks = torch.tpu.fallbacks()
-    text.append("No operator ran on the CPU instead.\n" if not fallbacks else f"Ran on the CPU instead: {fallbacks}.\n")
-    print(text[-1])
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "eager.md").write_text("\n".join(text))
-        record = {"system": system, "load": load, "fallbacks": fallbacks, "sections": data}
-        (options.output / "eager.json").write_text(json.dumps(record, indent=1) + "\n")
+    sections = {name: (*SECTIONS[name], run[name]) for name in options.only}
+    measure_sections("eager", "Eager benchmarks", sections, options.output)
 
 
 if __name__ == "__main__":

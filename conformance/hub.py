@@ -32,7 +32,8 @@ def _shrink(config: Any, name: str) -> Any:
         computed = isinstance(getattr(type(config), key, None), property)
         if key in own or (hasattr(config, key) and not computed and not isinstance(getattr(config, key), list)):
             setattr(config, key, value)
-    if getattr(config, "layer_types", None) and hasattr(config, "num_hidden_layers"):
+    computed = isinstance(getattr(type(config), "layer_types", None), property)
+    if not computed and getattr(config, "layer_types", None) and hasattr(config, "num_hidden_layers"):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
     for part in ("text_config", "vision_config"):
         if hasattr(config, part) and getattr(config, part) is not None:

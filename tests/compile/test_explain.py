@@ -224,6 +224,20 @@ def test_products_of_lowered_programs_are_recognised() -> None:
     }
 
 
+def test_why_sizes_are_exact() -> None:
+    """Dropout inside attention has no rule for sizes that change; the report says so, and on which operator."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    x = torch.ones(2, 2, 6, 8, device="tpu")
+    torch._dynamo.mark_dynamic(x, 2)
+    report = torchtpu.explain(function, x)
+    (why,) = report.exact
+    assert "attention" in why and "drops out probabilities" in why
+    assert f"compiled for exact sizes, not for buckets: {why}" in str(report)
+
+
 # Logger and structured trace
 
 

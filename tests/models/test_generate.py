@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -52,6 +53,49 @@ def test_beam_search_gives_the_tokens_of_the_cpu(pair):
     prompt = ids(2, 4)
     expected = cpu.generate(prompt, max_new_tokens=4, num_beams=3, do_sample=False)
     assert torch.equal(tpu.generate(prompt.to("tpu"), max_new_tokens=4, num_beams=3, do_sample=False).cpu(), expected)
+
+
+def _compiled_at(tpu, prompt: torch.Tensor, **choices) -> tuple[torch.Tensor, list[int]]:
+    """The tokens, and how many programs were compiled before each of them."""
+    counts = [torch.tpu.compile_stats()["compiles"]]
+
+    def count(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        counts.append(torch.tpu.compile_stats()["compiles"])
+        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+    found = tpu.generate(prompt.to("tpu"), do_sample=False, stopping_criteria=[count], **choices).cpu()
+    return found, [b - a for a, b in itertools.pairwise(counts)]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_prompts_of_any_length_reuse_programs(pair, cache):
+    """With both caches tokens, masks and keys are longer at every step; the batch is padded on the left."""
+    cpu, tpu = pair
+    compiled: list[int] = []
+    for length in (17, 18, 21):
+        torch.manual_seed(length)
+        prompt = ids(2, length)
+        mask = torch.ones_like(prompt)
+        prompt[0, :3] = mask[0, :3] = 0
+        choices = {"max_new_tokens": 29 - length, "cache_implementation": cache}
+        expected = cpu.generate(prompt, attention_mask=mask, do_sample=False, **choices)
+        actual, compiled = _compiled_at(tpu, prompt, attention_mask=mask.to("tpu"), **choices)
+        assert torch.equal(actual, expected)
+    assert sum(compiled[3:]) == 0, compiled
+    assert torch.tpu.fallback_count() == 0
+
+
+def test_assisted_decoding_gives_the_tokens_of_the_cpu(pair):
+    cpu, tpu = pair
+    torch.manual_seed(3)
+    assistant, _ = build("llama")
+    assistant = assistant.eval()
+    assistant.generation_config.pad_token_id = 0
+    prompt = ids(1, 6)
+    expected = cpu.generate(prompt, max_new_tokens=5, do_sample=False, assistant_model=assistant)
+    twin = copy.deepcopy(assistant).to("tpu")
+    actual = tpu.generate(prompt.to("tpu"), max_new_tokens=5, do_sample=False, assistant_model=twin)
+    assert torch.equal(actual.cpu(), expected)
 
 
 def test_encoder_decoder():

@@ -110,7 +110,7 @@ def prove(source: ModelSource, plan: Plan, *, batch: int, seq: int, seed: int = 
     state, results = _run(step, model, inputs)
     outputs = model(**inputs, **without)
     loss = small.loss(outputs)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return Proof(plan, plan.devices, float(results["loss"]), float(loss.detach()), _differences(step, state, model))
 
 

@@ -53,9 +53,9 @@ def explain(function: Callable[..., Any], *args: Any, dump: str | Path | None = 
     earlier = list(trace.statistics()["misses"])
     with modes.set_eager_mode("fused"):
         report = Report(devices.device_name(0), str(folder), Run(), Run(), earlier=earlier)
-        with _watching(report.eager, folder, "eager"):
+        with _watching(report, report.eager, folder, "eager"):
             result = original(*args, **kwargs)  # held until what computes it has run
-        with _watching(report.compiled, folder, "compiled"):
+        with _watching(report, report.compiled, folder, "compiled"):
             try:
                 result = _capture(report, original, args, kwargs)  # noqa: F841 - held as well
             except Exception as failure:
@@ -66,7 +66,7 @@ def explain(function: Callable[..., Any], *args: Any, dump: str | Path | None = 
 
 
 @contextlib.contextmanager
-def _watching(run: Run, folder: Path, prefix: str) -> Iterator[None]:
+def _watching(report: Report, run: Run, folder: Path, prefix: str) -> Iterator[None]:
     """Note what a block compiles and waits for; the block begins and ends with nothing recorded."""
     trips: Counter[tuple[str, str]] = Counter()
     ran_on_cpu = Counter(fallback.fallbacks())
@@ -74,7 +74,10 @@ def _watching(run: Run, folder: Path, prefix: str) -> Iterator[None]:
     def on_compile(program: CompiledProgram) -> None:
         run.programs.append(_describe(program, folder / f"{prefix}-{len(run.programs) + 1:02}"))
 
-    with trace.fresh_cache() as cache, observing(on_compile, lambda what: trips.update([(what, _where())])):
+    def on_wait(what: str) -> None:
+        trips.update([(what, _where())])
+
+    with trace.fresh_cache() as cache, observing(on_compile, on_wait, report.exact.append):
         start = time.perf_counter()
         try:
             yield

@@ -35,7 +35,7 @@ from torchtpu.eager.views import row_major
 from torchtpu.lowering.apply import run_graph
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import rounded, to_torch
-from torchtpu.runtime import checks
+from torchtpu.runtime import checks, observe
 
 __all__ = ["GraphProgram"]
 
@@ -75,7 +75,13 @@ class GraphProgram:
             try:
                 self.padded = PaddedProgram(module, buckets, self.name)
             except NotUnderstood as error:
-                self.exact_because.append(str(error))
+                self._give_up(error)
+
+    def _give_up(self, why: NotUnderstood) -> None:
+        """Compile for exact sizes from now on."""
+        self.padded = None
+        self.exact_because.append(str(why))
+        observe.exact(f"{self.name}: {why}")
 
     @functools.cached_property
     def text(self) -> str:
@@ -99,8 +105,7 @@ class GraphProgram:
                 if found is not None:
                     return found
             except NotUnderstood as error:
-                self.exact_because.append(str(error))
-                self.padded = None
+                self._give_up(error)
         key, operands, _, device = _C.flatten(self.handle, inputs, {})
         run = self.programs.get(key)
         if run is None:

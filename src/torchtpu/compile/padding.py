@@ -48,7 +48,7 @@ from torchtpu.lowering.dtypes import rounded, to_jax, to_torch
 from torchtpu.runtime import checks, devices
 from torchtpu.runtime.compiler import compile_program
 
-__all__ = ["Buckets", "PaddedProgram"]
+__all__ = ["Buckets", "PaddedProgram", "padded_flat"]
 
 
 _SIZES_KEPT = 4096
@@ -404,12 +404,12 @@ class _Padding:
         if plain and math.prod(held) == math.prod(shape):
             return value, order
         key = (size, tuple(t.stride()), t.storage_offset(), t.is_conj(), t.is_neg(), shape)
-        known = self._of(value)
+        known = self.of(value)
         if key not in known:
             known[key] = _put(_padded_on_host(value, t, order, shape), device)
         return known[key], order
 
-    def _of(self, value: jax.Array) -> dict[Any, jax.Array]:
+    def of(self, value: jax.Array) -> dict[Any, jax.Array]:
         """What was padded from an array, until the array dies."""
         identity = id(value)
         found = self.kept.get(identity)
@@ -417,6 +417,19 @@ class _Padding:
             gone = weakref.ref(value, lambda _: self.kept.pop(identity, None))
             found = self.kept[identity] = (gone, {})
         return found[1]
+
+
+def padded_flat(value: Any, total: int, device: int) -> Any:
+    """A vector of ``total`` elements that begins with those of a storage's value, kept as long as the value lives.
+    Nothing is compiled.
+    """
+    value = force(value)
+    known = _padding.of(value)
+    if total not in known:
+        whole = np.zeros(total, value.dtype)
+        whole[: value.size] = np.asarray(value).reshape(-1)
+        known[total] = _put(whole, device)
+    return known[total]
 
 
 def _put(host: np.ndarray, device: int) -> jax.Array:

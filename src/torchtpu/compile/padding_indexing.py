@@ -159,6 +159,16 @@ def _subscripts(call: Call) -> tuple[Padded, list[Padded | None], tuple[Dim, ...
     return x, indices, (*kept[:first], *dims, *kept[first:]), first
 
 
+@rule("isin")
+def isin(call: Call) -> Padded:
+    """Each element is compared with all test elements, none of which may be padding."""
+    if not call.has("elements") or not isinstance(call["elements"], Padded):
+        raise call.refuse("looks for a number")
+    if isinstance(call["test_elements"], Padded) and call["test_elements"].padded:
+        raise call.refuse("compares with a number of elements that changes")
+    return Padded(call.run(), call["elements"].dims)
+
+
 @rule("index", "_unsafe_index")
 def index(call: Call) -> Padded:
     """Padding reads index 0."""

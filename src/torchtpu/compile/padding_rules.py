@@ -139,7 +139,7 @@ class Interpreter:
         if isinstance(node.target, OpOverload):
             name = short_name(node.target)
             try:
-                return self._operator(node.target, args, kwargs, value)
+                return self.operator(node.target, args, kwargs, value)
             except NotUnderstood as error:
                 raise NotUnderstood(f"aten.{name}: {error}") from None
             except Exception as error:
@@ -147,7 +147,7 @@ class Interpreter:
                 raise NotUnderstood(f"aten.{name}: {type(error).__name__}: {error}") from error
         if node.target is with_effects:  # the token keeps operators in order, which a program does by itself
             _, *values_of = value or (None,)
-            result = self._operator(args[1], args[2:], kwargs, values_of[0] if len(values_of) == 1 else values_of)
+            result = self.operator(args[1], args[2:], kwargs, values_of[0] if len(values_of) == 1 else values_of)
             return args[0], *(result if isinstance(result, tuple) else (result,))
         if node.target is operator.getitem:
             return args[0][args[1]]
@@ -159,7 +159,17 @@ class Interpreter:
             return tree_map(_plain, self.execute(node.target, *arrays))
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _operator(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], value: Any) -> Any:
+    def operator(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], value: Any) -> Any:
+        """One operator: its results, as ``Padded``.
+
+        Args:
+            op: the operator.
+            args, kwargs: its arguments: ``Padded`` for tensors, ``Size`` for sizes that change.
+            value: what PyTorch says about the result: fake tensors.
+
+        Raises:
+            NotUnderstood: it touches padding and has no rule.
+        """
         if op._schema.is_mutable:
             raise NotUnderstood("writes to a tensor")
         given = dict(zip([a.name for a in op._schema.arguments], args, strict=False)) | kwargs

@@ -225,8 +225,6 @@ def split(call: Call) -> list[Padded]:
 def constant_pad_nd(call: Call) -> Padded:
     """The padding becomes the constant first, so that what is added behind the elements is there."""
     x, pad, value = call["self"], call["pad"], call["value"]
-    if any(isinstance(p, Size) for p in pad):
-        raise call.refuse("pads by a size that changes")
     rank = len(x.dims)
     touched = [rank - 1 - k // 2 for k, p in enumerate(pad) if p]
     dims = list(x.dims)
@@ -234,7 +232,16 @@ def constant_pad_nd(call: Call) -> Padded:
         x = call.frame.leading(x, axis)
         dims[axis] = in_a_row(factors(call.sizes()[axis]))
     array = call.frame.fill(x, value, sorted(set(touched)))
-    return Padded(call.run(self=Padded(array, x.dims)), tuple(dims))
+    if not any(isinstance(p, Size) for p in pad):
+        return Padded(call.run(self=Padded(array, x.dims)), tuple(dims))
+    if not all(call.frame.implied(p.expr >= 0) if isinstance(p, Size) else p >= 0 for p in pad):
+        raise call.refuse("pads by a size that may be negative")
+    before = [0] * rank
+    for k, p in enumerate(pad):
+        if k % 2 == 0:
+            before[rank - 1 - k // 2] = evaluate(p.expr, call.frame.counts) if isinstance(p, Size) else p
+    made = jnp.full(call.frame.shape(dims), value, array.dtype)
+    return Padded(lax.dynamic_update_slice(made, array, before), tuple(dims))
 
 
 @rule("flip")

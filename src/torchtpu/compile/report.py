@@ -80,6 +80,7 @@ class Report:
         compiled: the call through ``torch.compile(backend="tpu")``, as far as Dynamo captured it.
         graphs: Dynamo's graphs: ``operators`` and their ``count``.
         graph_breaks: ``reason``, ``where`` and ``details``.
+        exact: why graphs whose sizes change were compiled for exact sizes: operators, and what of them is not known.
         recompiles: functions that Dynamo compiled anew in this call: ``function`` and ``reason``.
         error: why Dynamo captured nothing, or None.
         earlier: why fused mode compiled before this report, the latest reasons.
@@ -91,6 +92,7 @@ class Report:
     compiled: Run
     graphs: list[dict[str, Any]] = field(default_factory=list)
     graph_breaks: list[dict[str, str]] = field(default_factory=list)
+    exact: list[str] = field(default_factory=list)
     recompiles: list[dict[str, str]] = field(default_factory=list)
     error: str | None = None
     earlier: list[str] = field(default_factory=list)
@@ -111,6 +113,7 @@ class Report:
         details = []
         for found in self.graph_breaks:
             details.append(f"graph break at {found['where']}: {found['reason']}")
+        details += [f"compiled for exact sizes, not for buckets: {why}" for why in self.exact]
         for again in self.recompiles:
             details.append(f"{again['function']} was compiled again: {again['reason']}")
         lines += _indented([*details, *_run(self.compiled)])

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from torchtpu.eager import growth
 from torchtpu.eager.arrays import number_operand
 from torchtpu.eager.program import Kind, Program
 from torchtpu.runtime import devices, repeats
@@ -29,6 +30,8 @@ __all__ = ["RecompileWarning", "TraceCache"]
 
 WORTH_A_WARNING = 16
 """Traces of fewer operators compile in no time; trying things out in a shell makes many."""
+SHORT_GROWS_AFTER = 3
+"""Compiles of a trace shorter than that for different sizes, after which it is compiled for buckets."""
 WARNINGS = 3
 """Recompile warnings for traces that begin with one operator; text that grows by a token a step would give hundreds."""
 
@@ -116,12 +119,26 @@ class TraceCache:
             return
         reason = _difference(best[1], trace.programs)
         self._miss(reason)
-        if best[0] == length == len(best[1]) >= WORTH_A_WARNING:  # the same operators: other sizes or other constants
+        if best[0] < max(length, len(best[1])):
+            return
+        # The same operators: other sizes or other constants.
+        if length >= WORTH_A_WARNING or self._often(trace):
+            apart = [(a, b) for a, b in zip(best[1], trace.programs, strict=True) if a is not b]
+            explained = [growth.explains(a, b) for a, b in apart]
+            if apart and all(explained):
+                return  # the next sizes will need no compile
+        if length >= WORTH_A_WARNING:
             self.warned[trace.programs[0].name] += 1
             often = self.warned[trace.programs[0].name]
             if often <= WARNINGS:
                 last = " (further ones are only counted: torch.tpu.compile_stats())" if often == WARNINGS else ""
                 warnings.warn(f"torchtpu compiles again: {reason}{last}", RecompileWarning, stacklevel=2)
+
+    def _often(self, trace: Trace) -> bool:
+        """Whether a short trace has been compiled for several sizes; it may take some before that pays."""
+        names = [p.name for p in trace.programs]
+        alike = sum([p.name for p in earlier] == names for earlier in self.by_head[names[0]])
+        return alike >= SHORT_GROWS_AFTER
 
     def _miss(self, reason: str) -> None:
         self.misses.append(reason)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["META_KERNELS"]
+__all__ = ["META_KERNELS", "register_fakes"]
 
 
 def _like_first(self: torch.Tensor, *others: Any, **kwargs: Any) -> torch.Tensor:
@@ -25,3 +25,36 @@ META_KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "_standard_gamma_grad": _like_first,
 }
 """Meta kernels by overload."""
+
+
+def _grouped_mm(
+    mode: Any,
+    op: Any,
+    self: torch.Tensor,
+    mat2: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """PyTorch's meta kernel states what CUDA can: bfloat16 and strides of whole 16 bytes. The CPU takes all floats."""
+    if self.device.type != "tpu" or not self.dtype.is_floating_point or self.dtype is not mat2.dtype:
+        return NotImplemented
+    rows, columns = self.shape[-2], mat2.shape[-1]
+    match self.dim(), mat2.dim():
+        case 2, 2 if offs is not None:
+            shape = [offs.shape[0], rows, columns]
+        case (2, 3) | (3, 2) if offs is not None:
+            shape = [rows, columns]
+        case 3, 3 if offs is None:
+            shape = [self.shape[0], rows, columns]
+        case _:
+            return NotImplemented  # an error, which PyTorch words
+    with mode:
+        return self.new_empty(shape, dtype=out_dtype or self.dtype)
+
+
+def register_fakes() -> None:
+    """Tell fake tensors what operators return where PyTorch's meta kernel knows less than its CPU kernel."""
+    from torch._subclasses.fake_impls import register_op_impl
+
+    register_op_impl(torch.ops.aten._grouped_mm.default)(_grouped_mm)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchtpu import _C
-from torchtpu.eager.arrays import array_of, from_host, make_spec, to_host, wrap_array
+from torchtpu.eager.arrays import array_of, force, from_host, make_spec, to_host, wrap_array
 from torchtpu.eager.errors import out_of_memory, translate
 from torchtpu.eager.kernels import make_kernel
 from torchtpu.eager.preconditions import require_no_overlap, require_one_device
@@ -30,7 +30,7 @@ def _read(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor with the elements of a tpu tensor; it may share memory with the device's array."""
     observe.wait("a copy to the host")
     order = _begins_storage(tensor)
-    array = array_of(tensor) if order is None else _C.get_value(tensor)[0]
+    array = array_of(tensor) if order is None else force(_C.get_value(tensor)[0])
     try:
         host = to_host(array)
     except Exception as error:
@@ -47,7 +47,7 @@ def _begins_storage(t: torch.Tensor) -> tuple[int, ...] | None:
     returns: reading all of it compiles nothing, and cutting it would compile a program for each size. None for others.
     """
     value, shape, dtype = _C.get_value(t)
-    if not isinstance(value, jax.Array) or dtype is not t.dtype or t.storage_offset() or t.is_conj() or t.is_neg():
+    if value is None or dtype is not t.dtype or t.storage_offset() or t.is_conj() or t.is_neg():
         return None
     if not t.numel() < math.prod(shape) <= _WORTH_READING * t.numel():
         return None

@@ -22,10 +22,21 @@ from torchtpu import _C
 from torchtpu.eager import modes
 from torchtpu.eager.arrays import array_of, prepare_storage, wrap_array
 from torchtpu.eager.fallback import run_on_cpu
+from torchtpu.eager.growth import Shape, measure, varying
 from torchtpu.eager.launch import block, examples, find_generator, launcher, reserve_seed, seed_words
 from torchtpu.eager.meta import Unknown, metas_of, raise_as_cpu, run_meta
 from torchtpu.eager.preconditions import require_no_overlap, require_one_device, warn_emulated
-from torchtpu.eager.program import Call, Constant, Program, WrongOutSize, describe, key_of, name_of, trace_function
+from torchtpu.eager.program import (
+    Call,
+    Constant,
+    Described,
+    Program,
+    WrongOutSize,
+    describe,
+    key_of,
+    name_of,
+    trace_function,
+)
 from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
 from torchtpu.lowering.context import Trace, tracing
@@ -131,8 +142,16 @@ class Kernel:
             raise AssertionError(
                 f"{name_of(self.op)}: {len(call.operands)} operands described, {len(operands)} flattened"
             )
+        shape = measure(call, self.flags, self.derived)
+        if shape is not None and varying(shape[0]) is not None:
+            from torchtpu.compile.growing import grown  # which needs Dynamo's symbols
+
+            run = grown(self, call, shape, metas, operands, _tensors(args, kwargs))
+            if run is not None:
+                self.calls[key] = run
+                return run(args, kwargs, operands, owners, device)
         try:
-            program = self._program(call, operands, metas)
+            program = self._program(call, operands, metas, shape)
         except WrongOutSize as wrong:
             kwargs[wrong.name].resize_(wrong.size)
             return self.function()(*args, **kwargs)
@@ -144,7 +163,7 @@ class Kernel:
             raise_as_cpu(self.op, args, kwargs)
             error.add_note(f"while building the program of {name_of(self.op)} on tpu:{device}")
             raise
-        self.calls[key] = run = self._runner(program, call)
+        self.calls[key] = run = self.runner(program, call, program.outputs)
         return run(args, kwargs, operands, owners, device)
 
     def _move_indices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -210,7 +229,7 @@ class Kernel:
             out.resize_(new.shape)
         return bool(wrong)
 
-    def _program(self, call: Call, operands: list[Any], metas: Any) -> Program:
+    def _program(self, call: Call, operands: list[Any], metas: Any, shape: Shape | None) -> Program:
         structure = call.structure()
         program = self.programs.get(structure)
         if program is None:
@@ -222,11 +241,12 @@ class Kernel:
                     notes["random"] = False
                     closed = jax.make_jaxpr(traced)(*examples(call, operands, call.device, False))
             program = self.programs[structure] = Program(name_of(self.op), repr(structure), call, closed, notes)
+            program.growth = shape
         return program
 
-    def _runner(self, program: Program, call: Call) -> Callable[..., Any]:
-        """The function kept for this signature: launches the program and wraps the results."""
-        launch, outputs, messages = launcher(program, call), program.outputs, program.checks
+    def runner(self, program: Program, call: Described, outputs: list[Any]) -> Callable[..., Any]:
+        """The function kept for a signature: launches the program and wraps the results as ``outputs`` says."""
+        launch, messages = launcher(program, call), program.checks
         # a storage's position among the owners is its rank among the storages
         rank = {i: n for n, i in enumerate(i for i, s in enumerate(call.operands) if s is not None)}
         writes = [(rank[i], spec) for i, spec in program.writes]
@@ -271,6 +291,13 @@ class Kernel:
             return results[0] if len(results) == 1 else tuple(results)
 
         return general
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a call, in the order in which it is described."""
+    return [
+        t for t in tree_leaves((args, list(kwargs.values()))) if isinstance(t, torch.Tensor) and t.device.type != "cpu"
+    ]
 
 
 class _Dynamic:

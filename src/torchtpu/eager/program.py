@@ -196,6 +196,7 @@ class Program:
         operators: the aten overloads in it, where it is a graph of several.
         function: on flat arrays: storage values and numbers (those that are not None), then the starts, then the seed.
         kinds: for each operand, how it is passed: see ``Kind``.
+        only_arrays: whether all operands are arrays.
         starts: how many numbers say where slices start.
         random: whether it takes a seed.
         draws: how many draws it takes from the generator.
@@ -206,6 +207,7 @@ class Program:
         nested: for each result that is not a written argument, whether it is a list.
         results, result_types, input_types: number of arrays returned, and the abstract values of all arrays.
         describes: shapes and dtypes of the storages it reads, for messages.
+        growth: the call without its sizes, and its sizes, where they may change (``growth.Shape``).
     """
 
     _uids = itertools.count()
@@ -221,7 +223,7 @@ class Program:
         self.reads = not used.isdisjoint(closed.jaxpr.invars) or not set(closed.jaxpr.invars).isdisjoint(
             v for v in closed.jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)
         )
-        self.starts = sum(len(w.starts) for w in described.windows if not w.plan.static)
+        self.starts = notes.get("starts") or sum(len(w.starts) for w in described.windows if not w.plan.static)
         self.outputs = [output_spec(m, self.name) for m in notes["outputs"]]
         self.writes = [(i, storage_spec(described.operands[i])) for i in notes["writes"]]
         self.checks = notes["checks"]
@@ -230,9 +232,11 @@ class Program:
         self.result_types = list(closed.out_avals)
         self.input_types = [v.aval for v in closed.jaxpr.invars]
         self.kinds = list(_kinds(described, self.input_types))
+        self.only_arrays = all(kind == Kind.ARRAY for kind in self.kinds)
         self.describes = [
             f"{s.dtype}{list(s.shape)}".removeprefix("torch.") for s in described.operands if s is not None
         ]
+        self.growth: Any = None
         self.run: Callable[..., Any] | None = None
 
     def compiled(self, operands: Sequence[Any], device: jax.Device) -> Callable[..., Any]:
@@ -289,7 +293,7 @@ class Meta:
     dtype: torch.dtype
 
 
-_OUT_DECIDES = {f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nansum", "prod", "sum")}
+OUT_DECIDES = {f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nansum", "prod", "sum")}
 """Operators that compute in the dtype of an out= argument where no dtype is given."""
 
 
@@ -312,7 +316,7 @@ def trace_function(
         dropped = derived.dropped if derived is not None else frozenset()
         args = tuple(value(x) for n, x in zip(names, call.args, strict=False) if n not in dropped)
         kwargs = {n: value(x) for n, x in call.kwargs.items() if n not in dropped}
-        if target._schema.name in _OUT_DECIDES and dropped and kwargs.get("dtype") is None:
+        if target._schema.name in OUT_DECIDES and dropped and kwargs.get("dtype") is None:
             kwargs["dtype"] = given_names["out"].dtype
         with tracing(trace):
             result = apply(target, args, kwargs)

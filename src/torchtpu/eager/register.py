@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from torchtpu.eager.fakes import META_KERNELS
+from torchtpu.eager.fakes import META_KERNELS, register_fakes
 from torchtpu.eager.fallback import run_on_cpu
 from torchtpu.eager.hidden import hide_from_dynamo
 from torchtpu.eager.host import HOST_KERNELS
@@ -60,6 +60,7 @@ def register() -> list[torch.library.Library]:
     for name, kernel in META_KERNELS.items():
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             library.impl(name, kernel, "Meta")
+    register_fakes()
     hide_from_dynamo(_fallback)
     catch_all = torch.library.Library("_", "IMPL")
     catch_all.fallback(_fallback, "PrivateUse1")

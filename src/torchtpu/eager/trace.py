@@ -84,7 +84,9 @@ class Trace:
         signature, slots, arrays = self.signature, self.slots, self.arrays
         signature.append(program.uid)
         self.programs.append(program)
-        for x, kind in zip(operands, program.kinds, strict=True):
+        if not slots and program.only_arrays and _append_all(operands, signature, slots, arrays):
+            operands = []
+        for x, kind in zip(operands, program.kinds, strict=False):
             if kind == Kind.ARRAY or kind == Kind.COMPLEX:
                 if type(x) is Pending:
                     if x.trace is self:
@@ -118,6 +120,20 @@ class Trace:
             return length >= LONGEST
         first = operands[0] if operands else None
         return length >= LONG or (first is self.head and first is not None)
+
+
+def _append_all(operands: list[Any], signature: list[int], slots: dict[int, int], arrays: list[Any]) -> bool:
+    """Append the operands of a trace's first program, where all are arrays and none comes twice: a compiled model has
+    hundreds. False where it is not so, and nothing has been appended.
+    """
+    count = len(operands)
+    found = dict(zip(map(id, operands), range(count), strict=True))
+    if len(found) != count or Pending in set(map(type, operands)):
+        return False
+    slots.update(found)
+    arrays.extend(operands)
+    signature.extend(range(-1, -1 - count, -1))
+    return True
 
 
 _traces: dict[int, Trace] = {}
@@ -178,7 +194,7 @@ def flush(device: int) -> None:
         trace.head = None
         # Two references are ours: the trace's list and getrefcount's argument.
         arrays = trace.arrays
-        free = tuple(i for i in range(len(arrays)) if sys.getrefcount(arrays[i]) <= 2)
+        free = tuple([i for i, n in enumerate(map(sys.getrefcount, arrays)) if n <= 2])
         try:
             variant = _cache.find(trace, wanted, free)
             held = _C.allocated_bytes(device) - sum(variant.sizes[i] for i in wanted)

@@ -70,6 +70,11 @@ def physical_order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...
     """The order of dimensions from the slowest to the fastest of a dense tensor; None if it is not dense (gaps or
     overlap).
     """
+    return _physical_order(tuple(size), tuple(stride))
+
+
+@functools.lru_cache(maxsize=65536)
+def _physical_order(size: Ints, stride: Ints) -> tuple[int, ...] | None:
     if 0 in size:
         return tuple(range(len(size)))
     order = tuple(sorted(range(len(size)), key=lambda i: (-stride[i] if size[i] > 1 else 0, i)))

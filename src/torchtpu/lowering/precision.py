@@ -42,7 +42,7 @@ def product(x: jax.Array, y: jax.Array) -> jax.Array:
     if x.dtype.itemsize == 8 and x.dtype.kind in "iu":
         # A TPU has no product of 64-bit integers; sums of products it emulates.
         return jax.lax.platform_dependent(x, y, tpu=_sum_of_products, default=jnp.matmul)
-    wide = {"precision": matmul_precision(), "preferred_element_type": accumulator(x.dtype)}
+    wide: Any = {"precision": matmul_precision(), "preferred_element_type": accumulator(x.dtype)}
     return narrow(functools.partial(jnp.matmul, **wide), jnp.matmul, x, y)
 
 
@@ -57,7 +57,7 @@ def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def einsum(formula: str, *operands: jax.Array) -> jax.Array:
     """``jnp.einsum`` in the accumulator dtype and the user's precision."""
-    wide = {"precision": matmul_precision(), "preferred_element_type": accumulator(operands[0].dtype)}
+    wide: Any = {"precision": matmul_precision(), "preferred_element_type": accumulator(operands[0].dtype)}
     run = functools.partial(jnp.einsum, formula)
     return narrow(functools.partial(run, **wide), run, *operands)
 

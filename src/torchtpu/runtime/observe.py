@@ -14,7 +14,7 @@ from typing import Any
 
 from torch._logging import trace_structured
 
-__all__ = ["About", "CompiledProgram", "compiled", "log", "lowered", "observing", "wait", "watched"]
+__all__ = ["About", "CompiledProgram", "compiled", "exact", "log", "lowered", "observing", "wait", "watched"]
 
 log = logging.getLogger("torchtpu")
 
@@ -55,18 +55,25 @@ class CompiledProgram:
 
 _compiled: list[Callable[[CompiledProgram], None]] = []
 _waiting: list[Callable[[str], None]] = []
+_exact: list[Callable[[str], None]] = []
 
 
 @contextlib.contextmanager
-def observing(on_compile: Callable[[CompiledProgram], None], on_wait: Callable[[str], None]) -> Iterator[None]:
+def observing(
+    on_compile: Callable[[CompiledProgram], None],
+    on_wait: Callable[[str], None],
+    on_exact: Callable[[str], None],
+) -> Iterator[None]:
     """Call the observers during a block. Programs on disk are compiled all the same: observers see them whole."""
     _compiled.append(on_compile)
     _waiting.append(on_wait)
+    _exact.append(on_exact)
     try:
         yield
     finally:
         _compiled.remove(on_compile)
         _waiting.remove(on_wait)
+        _exact.remove(on_exact)
 
 
 def watched() -> bool:
@@ -97,3 +104,10 @@ def wait(what: str) -> None:
     """Python is about to wait for the device, because of ``what``."""
     for function in list(_waiting):
         function(what)
+
+
+def exact(why: str) -> None:
+    """What has sizes that change is compiled for exact sizes, because of ``why``."""
+    log.info("compiled for exact sizes: %s", why)
+    for function in list(_exact):
+        function(why)

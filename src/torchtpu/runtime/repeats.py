@@ -65,6 +65,7 @@ def split(closed: core.ClosedJaxpr) -> list[Piece] | None:
         return None
     tokens = _tokens(jaxpr.eqns)
     runs = sorted(_runs(jaxpr.eqns, tokens, 0, len(tokens)))
+    runs = [r for r in runs if any(map(_is_product, jaxpr.eqns[r[0] : r[0] + r[1]]))]
     if not runs:
         return None
     uses = _uses(jaxpr)
@@ -78,6 +79,17 @@ def split(closed: core.ClosedJaxpr) -> list[Piece] | None:
     if at < len(jaxpr.eqns):
         pieces.append(_piece(jaxpr, uses, [(at, len(jaxpr.eqns))])[0])
     return pieces
+
+
+def _is_product(eqn: Any) -> bool:
+    """Whether an equation is a matrix product or a convolution, or contains one. Blocks without compile fast, and are
+    better fused with each other than run one by one.
+    """
+    if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
+        return True
+    inner = [x for v in eqn.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
+    parts = [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in inner]
+    return any(_is_product(e) for x in parts if isinstance(x, core.Jaxpr) for e in x.eqns)
 
 
 def _tokens(eqns: Sequence[Any]) -> list[int]:
