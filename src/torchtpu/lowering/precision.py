@@ -85,11 +85,11 @@ def narrow(wide: Callable[..., jax.Array], plain: Callable[..., jax.Array], *ope
     Args:
         wide: the product as it is computed.
         plain: the same product with results in the operands' dtype.
-        operands: what is multiplied.
+        operands: what is multiplied, and integers that say how.
     """
     if not getattr(_state, "narrow", False) or accumulator(operands[0].dtype) == operands[0].dtype:
         return wide(*operands)
-    if any(x.dtype != operands[0].dtype for x in operands):
+    if any(x.dtype != operands[0].dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)):
         return wide(*operands)
     return _narrow(wide, plain, *operands)
 

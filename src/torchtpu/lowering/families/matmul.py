@@ -193,21 +193,22 @@ def _ragged(x, y, sizes, contracting, ragged=(0,), group=(0,)):
     numbers = jax.lax.RaggedDotDimensionNumbers((contracting, ((), ())), list(ragged), list(group))
     wide = accumulator(x.dtype)
 
-    def grouped(x, y, dtype):
+    def grouped(x, y, sizes, dtype):
         return jax.lax.ragged_dot_general(
             x, y, sizes, numbers, precision=matmul_precision(), preferred_element_type=dtype
         )
 
-    def run(x, y, dtype=wide):
+    def run(x, y, sizes, dtype=wide):
         # XLA:CPU has no bfloat16 product for all of these forms.
         return jax.lax.platform_dependent(
             x,
             y,
-            cpu=lambda x, y: cast(grouped(cast(x, wide), cast(y, wide), wide), dtype),
-            default=lambda x, y: grouped(x, y, dtype),
+            sizes,
+            cpu=lambda x, y, n: cast(grouped(cast(x, wide), cast(y, wide), n, wide), dtype),
+            default=lambda x, y, n: grouped(x, y, n, dtype),
         )
 
-    return narrow(run, functools.partial(run, dtype=x.dtype), x, y)
+    return narrow(run, functools.partial(run, dtype=x.dtype), x, y, sizes)
 
 
 @lowering("_grouped_mm")
