@@ -5,23 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+from torchtpu.aot.blocks import find_loops
 from torchtpu.aot.count import Counts
 from torchtpu.aot.findings_communication import communication, replicated
-from torchtpu.aot.findings_context import Context, merge
+from torchtpu.aot.findings_context import Context, Places, merge
 from torchtpu.aot.findings_graph import gathers, host, integers, unsupported
 from torchtpu.aot.findings_memory import layouts, padding, unsharded
 from torchtpu.aot.findings_products import attention, dtypes, heads, tiles
+from torchtpu.aot.graph import Graph
 from torchtpu.aot.hlo import Hlo
 from torchtpu.aot.report import Finding
 from torchtpu.aot.roofline import Prediction
 from torchtpu.aot.step import Step
 from torchtpu.aot.topology import Topology
 
-__all__ = ["find"]
+__all__ = ["find", "refused"]
 
 SMALL = 2e-3
 """Share of the step or of HBM below which a finding is left out if there are larger ones of its kind."""
-NEGLIGIBLE = 2e-4
+NEGLIGIBLE = 1e-3
 """Share below which it is left out always."""
 _FIRST = ("unsupported", "host")
 """What keeps a model off the chip comes before what wastes it."""
@@ -40,9 +42,23 @@ def find(
         topology: the machine.
     """
     ctx = Context(step, counts, hlo, prediction, topology)
+    if not counts.ops:
+        return _ordered(_worth_telling(merge([*unsharded(ctx), *host(ctx), *unsupported(ctx)])))
     searches = [tiles, heads, padding, layouts, dtypes, integers, gathers, attention, unsharded, replicated]
     found = itertools.chain.from_iterable(search(ctx) for search in [*searches, host, communication, unsupported])
     return _ordered(_worth_telling(merge(found)))
+
+
+def refused(graph: Graph) -> list[Finding]:
+    """What keeps a model off the chip: operators without a form for TPUs, on the host, or with results of open size.
+
+    Nothing has to be lowered for it, and a plan does not matter.
+
+    Args:
+        graph: the model.
+    """
+    places = Places(graph, find_loops(graph))
+    return _ordered(merge([*unsupported(places), *host(places)]))
 
 
 def _worth_telling(findings: Iterable[Finding]) -> list[Finding]:

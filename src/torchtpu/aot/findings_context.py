@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torchtpu.aot.blocks import Loop
 from torchtpu.aot.count import Counts, OpCost
 from torchtpu.aot.evaluate import Value
-from torchtpu.aot.graph import module_path, source_line
+from torchtpu.aot.graph import Graph, module_path, source_line
 from torchtpu.aot.hlo import Hlo
 from torchtpu.aot.report import Finding
 from torchtpu.aot.roofline import Prediction, ScopeTime, predict
 from torchtpu.aot.step import Step
 from torchtpu.aot.topology import Topology
 
-__all__ = ["Context", "Dimension", "merge", "percent", "seconds_text", "size_text", "tensor", "tensors", "up"]
+__all__ = ["Context", "Dimension", "Places", "merge", "percent", "seconds_text", "size_text", "tensor", "tensors", "up"]
 
 _aten = torch.ops.aten
 
@@ -42,11 +43,52 @@ class Dimension:
         return self.size // self.parts
 
 
-class Context:
-    """A step with everything that was found out about it.
+class Places:
+    """The operators of a graph and where in the model they are.
+
+    Args:
+        graph: the graph.
+        loops: its loops.
 
     Attributes:
         nodes: the operators that are computed, each block of a loop once.
+    """
+
+    def __init__(self, graph: Graph, loops: Sequence[Loop]) -> None:
+        again = {n for loop in loops for block in loop.blocks[1:] for n in block}
+        self.nodes = [n for n in graph.fx.nodes if n.op == "call_function" and n not in again]
+        self._labels = {n: loop.label(module_path(n)) for loop in loops for n in loop.blocks[0]}
+
+    def module(self, node: torch.fx.Node) -> str:
+        """Dotted name of an operator's module, with all layers of a loop."""
+        return self._labels.get(node) or module_path(node)
+
+    def finding(
+        self,
+        kind: str,
+        what: str,
+        advice: str,
+        nodes: Sequence[torch.fx.Node],
+        cost: float | None,
+        count: int | None = None,
+        module: str | None = None,
+    ) -> Finding:
+        """A finding at the place of the first of some operators."""
+        line, code = "", ""
+        if nodes:
+            found = source_line(nodes[0])
+            if found is not None:
+                line, code = f"{found[0]}:{found[1]}", found[2]
+            if module is None:
+                module = self.module(nodes[0])
+        cost = None if cost is None else min(1.0, max(0.0, cost))
+        return Finding(kind, what, advice, module or "", line, code, cost, count or max(1, len(nodes)))
+
+
+class Context(Places):
+    """A step with everything that was found out about it.
+
+    Attributes:
         seconds: predicted for the step; 0 where nothing is known of it. Without a compiled program it is what the
             counted operations take, without communication.
         hbm: bytes of HBM that a program may have on a device.
@@ -55,14 +97,12 @@ class Context:
     def __init__(
         self, step: Step, counts: Counts, hlo: Hlo | None, prediction: Prediction | None, topology: Topology
     ) -> None:
+        super().__init__(step.evaluator.graph, step.evaluator.loops)
         self.step, self.counts, self.hlo, self.topology = step, counts, hlo, topology
         self.evaluator, self.plan, self.chip = step.evaluator, step.plan, topology.chip
         self.prediction = prediction or predict(counts, (), topology)
         self.seconds = self.prediction.serial_seconds
         self.hbm = self.chip.usable_hbm_bytes
-        again = {n for loop in self.evaluator.loops for block in loop.blocks[1:] for n in block}
-        self.nodes = [n for n in self.evaluator.graph.fx.nodes if n.op == "call_function" and n not in again]
-        self._labels = {n: loop.label(module_path(n)) for loop in self.evaluator.loops for n in loop.blocks[0]}
         self._values = {member: v for v in self.evaluator.values for member in v.members}
         self._names = {i.node: i.name for i in self.evaluator.graph.inputs}
         self._found: dict[str, torch.fx.Node | None] = {}
@@ -84,10 +124,6 @@ class Context:
             pairs = ("/".join(pair) for pair in itertools.pairwise(names))
             self._found[scope] = next((known[p] for p in pairs if p in known), None)
         return self._found[scope]
-
-    def module(self, node: torch.fx.Node) -> str:
-        """Dotted name of an operator's module, with all layers of a loop."""
-        return self._labels.get(node) or module_path(node)
 
     def value(self, node: torch.fx.Node) -> Value | None:
         """The parameter, buffer or input that a node of the graph is, or None."""
@@ -122,7 +158,7 @@ class Context:
                 a, b = view.args[1:3]
                 found[a], found[b] = found[b], found[a]  # type: ignore[index]
             elif view.target is _aten.permute.default:
-                found = [found[i] for i in view.args[1]]  # type: ignore[union-attr, misc, index]
+                found = [found[i] for i in view.args[1]]  # type: ignore[union-attr, index]
         return value, found
 
     def visible(self, node: torch.fx.Node, added: dict[str, float]) -> float:
@@ -156,27 +192,6 @@ class Context:
     def hbm_share(self, count: float) -> float:
         """Bytes on a device as a share of its HBM."""
         return count / self.hbm
-
-    def finding(
-        self,
-        kind: str,
-        what: str,
-        advice: str,
-        nodes: Sequence[torch.fx.Node],
-        cost: float | None,
-        count: int | None = None,
-        module: str | None = None,
-    ) -> Finding:
-        """A finding at the place of the first of some operators."""
-        line, code = "", ""
-        if nodes:
-            found = source_line(nodes[0])
-            if found is not None:
-                line, code = f"{found[0]}:{found[1]}", found[2]
-            if module is None:
-                module = self.module(nodes[0])
-        cost = None if cost is None else min(1.0, max(0.0, cost))
-        return Finding(kind, what, advice, module or "", line, code, cost, count or max(1, len(nodes)))
 
 
 _VIEWS = {

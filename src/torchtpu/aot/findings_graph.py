@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import torch
 from torch._ops import OpOverload
 
-from torchtpu.aot.findings_context import Context, size_text, tensor, tensors
+from torchtpu.aot.findings_context import Context, Places, size_text, tensor, tensors
 from torchtpu.aot.forms import form_of
 from torchtpu.aot.report import Finding
 from torchtpu.compile.tiles import LANES
@@ -45,7 +45,8 @@ def integers(ctx: Context) -> Iterator[Finding]:
         loop = "in every layer, " if node in inside else ""
         what = (
             f"{_name(node)} computes {made[0].numel():,} integers of 64 bits ({loop}"
-            f"{size_text(made[0].numel() * 8)} on all devices), each of which a TPU makes of two of 32 bits, with several instructions"
+            f"{size_text(made[0].numel() * 8)} on all devices), each of which a TPU makes of two of 32 bits, with "
+            "several instructions"
         )
         advice = "use torch.int32: dtype=torch.int32 where the numbers are made, or .int()"
         yield ctx.finding("int64", what, advice, [node], ctx.share(seconds / 2))
@@ -60,16 +61,7 @@ def _is_arithmetic(node: torch.fx.Node) -> bool:
     if not isinstance(target, OpOverload):
         return False
     name = short_name(target).partition(".")[0]
-    return torch.Tag.pointwise in target.tags or name in (
-        "sum",
-        "prod",
-        "cumsum",
-        "arange",
-        "amax",
-        "amin",
-        "bmm",
-        "mm",
-    )
+    return torch.Tag.pointwise in target.tags or name in _COMPUTING
 
 
 _GATHERS = {"gather", "take", "take_along_dim", "index", "index_select", "_unsafe_index"}
@@ -181,9 +173,9 @@ def _indices(node: torch.fx.Node, name: str, source: torch.Tensor, result: torch
     return result.numel(), 1
 
 
-def host(ctx: Context) -> Iterator[Finding]:
+def host(places: Places) -> Iterator[Finding]:
     """Operators that are computed on the host, and those whose result has a size that depends on data."""
-    for node in ctx.nodes:
+    for node in places.nodes:
         target = node.target
         if not isinstance(target, OpOverload) or form_of(target) is not None:
             continue
@@ -196,7 +188,7 @@ def host(ctx: Context) -> Iterator[Finding]:
                 "use a form of a fixed size: a mask with torch.where, topk with a fixed k, or the largest size with "
                 "padding"
             )
-            yield ctx.finding("host", what, advice, [node], None)
+            yield places.finding("host", what, advice, [node], None)
         elif _calls_host(node, entry.function):
             what = (
                 f"{_name(node)} has no form for TPUs and is computed on the host with NumPy: the chip waits while its "
@@ -205,7 +197,7 @@ def host(ctx: Context) -> Iterator[Finding]:
             advice = (
                 "compute it before the step, on the CPU, or use another method (linalg.eigh for a symmetric matrix)"
             )
-            yield ctx.finding("host", what, advice, [node], None)
+            yield places.finding("host", what, advice, [node], None)
 
 
 def _is_open(node: torch.fx.Node) -> bool:
@@ -225,7 +217,7 @@ def _calls_host(node: torch.fx.Node, function: Any) -> bool:
         values = dict(zip(inputs, arrays, strict=True))
         args: Any
         kwargs: Any
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), cast(Any, values.__getitem__))
         assert isinstance(node.target, OpOverload)
         return apply(node.target, tuple(args), dict(kwargs))
 
@@ -234,10 +226,10 @@ def _calls_host(node: torch.fx.Node, function: Any) -> bool:
         return "callback" in str(jax.make_jaxpr(run)(*types))
 
 
-def unsupported(ctx: Context) -> Iterator[Finding]:
+def unsupported(places: Places) -> Iterator[Finding]:
     """Every operator of the graph that has no form for TPUs."""
     found: dict[Any, list[torch.fx.Node]] = {}
-    for node in ctx.nodes:
+    for node in places.nodes:
         target = node.target
         if not isinstance(target, OpOverload) or target is torch.ops.aten.sym_size.int:
             continue
@@ -253,7 +245,7 @@ def unsupported(ctx: Context) -> Iterator[Finding]:
                 "write it with operators that have one, or give it one: torch.library.register_decomposition, or a "
                 "torch.library.custom_op's Python body"
             )
-            yield ctx.finding("unsupported", what, advice, same, None)
+            yield places.finding("unsupported", what, advice, same, None)
 
 
 def _name(node: torch.fx.Node) -> str:

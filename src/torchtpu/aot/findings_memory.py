@@ -81,7 +81,13 @@ def layouts(ctx: Context) -> Iterator[Finding]:
         moved.copies.append(copy)
         # what is written to vector memory is not written to HBM
         moved.bytes += copy.bytes * copy.executions / (2 if "S(" in copy.to else 1)
+    traffic: dict[torch.fx.Node | str, float] = {}
+    for memory in ctx.hlo.memory if ctx.hlo else ():
+        where = ctx.node(memory.scope) or ""
+        traffic[where] = traffic.get(where, 0.0) + memory.bytes
     for key, moved in found.items():
+        # between parts of vector memory nothing is read or written
+        moved.bytes = min(moved.bytes, traffic.get(key if isinstance(key, torch.fx.Node) else "", 0.0))
         seconds = moved.bytes / ctx.chip.hbm_bandwidth
         largest = max(moved.copies, key=lambda c: c.bytes * c.executions)
         times = f"{sum(c.executions for c in moved.copies)} times" if len(moved.copies) > 1 else "once"
@@ -92,7 +98,10 @@ def layouts(ctx: Context) -> Iterator[Finding]:
         cost = ctx.share(seconds)
         figures = f"{times} a step, {size_text(moved.bytes)} in all: {seconds_text(seconds)} at HBM's bandwidth"
         if isinstance(key, torch.fx.Node):
-            what = f"{_operator(key)} makes the compiler write an array ({shape}) in another order of dimensions, {figures}"
+            what = (
+                f"{_operator(key)} makes the compiler write an array ({shape}) in another order of dimensions, "
+                f"{figures}"
+            )
             advice = _layout_advice(key)
             yield ctx.finding("layout", what, advice, [key], cost, 1)
         elif key:
@@ -258,14 +267,14 @@ def _undivided(ctx: Context, value: Value) -> Iterator[tuple[str, str, str, Sequ
             lacking,
         )
     elif rule is None and not used and len(shape) > 1:
-        axes = sorted({a for r in plan.parameters for dims in r.spec for a in dims} - {plan.experts})
-        if axes and plan.size(axes) > 1:
+        of_rules = sorted({a for r in plan.parameters for dims in r.spec for a in dims} - {plan.experts})
+        if of_rules and plan.size(of_rules) > 1:
             yield (
-                f" over {_axes(ctx, axes)}: no rule of the plan is for it",
-                f"add a rule for it to the plan, such as [{value.members[0].split('.')[-2:][0]!r}, [[{axes[0]!r}]]], "
-                "or use fsdp, which divides every weight",
+                f" over {_axes(ctx, of_rules)}: no rule of the plan is for it",
+                f"add a rule for it to the plan, such as [{re.escape(value.members[0])!r}, [[{of_rules[0]!r}]]], or "
+                "use fsdp, which divides every weight",
                 f"no rule {value.name}",
-                axes,
+                of_rules,
             )
 
 

@@ -30,6 +30,8 @@ _OPERANDS = {
 }
 """Where the operands of a product are among its arguments."""
 _TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int8": "i8", "uint8": "ui8"}
+_FULL = 0.0025
+"""Zeros, as a share of a size, that are not worth another size."""
 _PLACES = 3
 """Places at which a fault is told one by one; more are one fault of the model."""
 
@@ -57,7 +59,7 @@ class _Odd:
 
 
 def tiles(ctx: Context) -> Iterator[Finding]:
-    """Sizes of products that are no multiples of the matrix unit, on a device. A size in many weights is one finding."""
+    """Sizes of products that are no multiples of the matrix unit on a device; one in many weights is one finding."""
     unit = ctx.chip.mxu
     odd: dict[tuple[int, int], _Odd] = {}
     for node in ctx.nodes:
@@ -68,7 +70,10 @@ def tiles(ctx: Context) -> Iterator[Finding]:
                 continue
             work = sum(ctx.mxu_seconds(op) for op in ctx.ops.get(node, ()))
             longer = ctx.visible(node, added)
-            fills = {d: math.log(up(d.local, unit) / d.local) for d in (sizes.k, sizes.n) if d.local % unit}
+            fills = {d: math.log(up(d.local, unit) / d.local) for d in (sizes.k, sizes.n)}
+            fills = {d: fill for d, fill in fills.items() if fill > _FULL}
+            if not fills:
+                continue
             for dimension, part in fills.items():
                 fraction = part / sum(fills.values())
                 found = odd.setdefault((dimension.size, dimension.parts), _Odd(dimension))
@@ -98,7 +103,7 @@ def _odd_finding(ctx: Context, found: _Odd) -> Finding:
         f"so about {percent(found.zeros / (found.zeros + found.work))} of the work of its products is on zeros"
     )
     better = up(d.local, unit) * parts
-    if d.size % unit == 0:
+    if d.size % unit == 0 and d.local < unit:
         advice = (
             f"{d.size} itself is a multiple of {unit}: divide it over fewer devices (a smaller tp), so that each has "
             f"at least {unit}"
@@ -269,8 +274,10 @@ def attention(ctx: Context) -> Iterator[Finding]:
         loop = next((lo.length for lo in ctx.evaluator.loops if node in lo.blocks[0]), 1)
         more = 0.0
         for time in ctx.times.get(node, ()):
+            ops = [op for op in ctx.ops.get(node, ()) if op.phase == time.phase]
+            products = sum(ctx.mxu_seconds(op) / op.passes for op in ops)  # the kernel's, in one pass
             least = moved * loop * (2 if time.phase == "backward" else 1) / ctx.chip.hbm_bandwidth
-            more += max(0.0, time.seconds - max(least, time.mxu_seconds))
+            more += max(0.0, time.seconds - max(least, products))
         scores = math.prod(query.shape[:-1]) * int(key.shape[-2]) * 4 / parts
         what = (
             f"attention does not run as the TPU's attention kernel: {reason}. It is computed with its scores in memory "
@@ -346,7 +353,7 @@ def _passes(ctx: Context) -> Iterator[Finding]:
     products = 0.0
     whole = 0.0
     for node, ops in ctx.ops.items():
-        several = [op for op in ops if op.is_mxu and op.passes > 1]
+        several = [op for op in ops if op.is_mxu and op.passes > 1] if _is_float32(node) else []
         whole += sum(ctx.mxu_seconds(op) for op in ops)
         if not several:
             continue
@@ -375,6 +382,33 @@ def _passes(ctx: Context) -> Iterator[Finding]:
         say = advice.format("'high'", "3 passes") if passes > 3 else advice.format("'medium'", "1 pass")
         cost = ctx.share(sum(x[0] for x in group))
         yield ctx.finding("dtype", what, say, [x[1] for x in group], cost)
+
+
+def _is_float32(node: torch.fx.Node) -> bool:
+    """Whether an operator multiplies numbers that have the digits of float32: XLA takes back a conversion from
+    bfloat16 before a product, as the gradient of a product of bfloat16 has it."""
+    found = []
+    taken: tuple[int, ...] | None = _OPERANDS[node.target] if node.target in _OPERANDS else None
+    if node.target is _aten.convolution.default:
+        taken = (0, 1)
+    elif node.target is _ATTENTION:
+        taken = (0, 1, 2)
+    elif node.target is torch.ops.torchtpu.experts.default:
+        taken = (0,)
+    operands: Sequence[object] = node.all_input_nodes if taken is None else [node.args[i] for i in taken]
+    for source in operands:
+        while isinstance(source, torch.fx.Node) and source.target in _PASSED_ON:
+            source = source.args[0]
+        value = tensor(source)
+        found += [] if value is None else [value.dtype]
+    return torch.float32 in found
+
+
+_PASSED_ON = {
+    *(_aten._to_copy.default, _aten.view.default, _aten._unsafe_view.default, _aten.permute.default),
+    *(_aten.transpose.int, _aten.t.default, _aten.expand.default, _aten.clone.default, _aten.unsqueeze.default),
+}
+"""Operators that change no number, or convert them."""
 
 
 def _weight_of(ctx: Context, node: torch.fx.Node) -> tuple[Value, list[Dimension]] | None:
