@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchtpu.aot.evaluate import Value
-from torchtpu.aot.findings_context import Context, seconds_text, size_text
+from torchtpu.aot.findings_context import Context, seconds_text, size_text, up
 from torchtpu.aot.hlo import Copy
 from torchtpu.aot.hlo_types import arrays
 from torchtpu.aot.report import Finding
@@ -244,7 +244,7 @@ def _undivided(ctx: Context, value: Value) -> Iterator[tuple[str, str, str, Sequ
             if axes and shape[i] % plan.size(axes):
                 said = _axes(ctx, axes)
                 size = plan.size(axes)
-                better = -(-shape[i] // (size * 128)) * size * 128
+                better = up(shape[i], size * ctx.chip.mxu)
                 yield (
                     f" over {said}: its dimension {i} ({shape[i]}) is no multiple of {size}",
                     f"a size of {better} divides (for a vocabulary: rows that are never used), or another size of "

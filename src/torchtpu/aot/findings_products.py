@@ -8,8 +8,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
+from torch._ops import OpOverload
 
 from torchtpu.aot.count import OpCost
 from torchtpu.aot.evaluate import Value
@@ -80,7 +82,7 @@ def tiles(ctx: Context) -> Iterator[Finding]:
                 found.places.append((longer * fraction, node, sizes, dimension.index))
                 found.added += longer * fraction
                 found.zeros += total * fraction
-                found.work += work
+                found.work += work / sum((d.size, d.parts) == (dimension.size, dimension.parts) for d in fills)
     for found in odd.values():
         yield _odd_finding(ctx, found)
 
@@ -118,7 +120,7 @@ def _odd_finding(ctx: Context, found: _Odd) -> Finding:
     else:
         down = d.local // unit * unit * parts
         advice = f"use {better} or {down} instead of {d.size}: the chip takes as long for {better} as for {d.size}"
-    return ctx.finding("tile", what, advice, nodes, ctx.share(found.added, extra=True), len(places))
+    return ctx.finding("tile", what, advice, nodes, ctx.share(found.added, extra=True))
 
 
 def _is_vocabulary(ctx: Context, size: int) -> bool:
@@ -388,7 +390,7 @@ def _is_float32(node: torch.fx.Node) -> bool:
     """Whether an operator multiplies numbers that have the digits of float32: XLA takes back a conversion from
     bfloat16 before a product, as the gradient of a product of bfloat16 has it."""
     found = []
-    taken: tuple[int, ...] | None = _OPERANDS[node.target] if node.target in _OPERANDS else None
+    taken: tuple[int, ...] | None = _OPERANDS.get(cast(OpOverload, node.target))
     if node.target is _aten.convolution.default:
         taken = (0, 1)
     elif node.target is _ATTENTION:
