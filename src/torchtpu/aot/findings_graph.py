@@ -242,8 +242,8 @@ def unsupported(places: Places) -> Iterator[Finding]:
         for same in by_line.values():
             what = f"{same[0].target} has no form for TPUs, and PyTorch has no decomposition of it"
             advice = (
-                "write it with operators that have one, or give it one: torch.library.register_decomposition, or a "
-                "torch.library.custom_op's Python body"
+                "write it with PyTorch's own operators in place of a custom one, or register a lowering for it "
+                "(torchtpu.lowering.registry.lowering): a function on JAX arrays"
             )
             yield places.finding("unsupported", what, advice, same, None)
 

@@ -73,21 +73,21 @@ class _Moved:
 def layouts(ctx: Context) -> Iterator[Finding]:
     """Arrays that are written again in another order of dimensions."""
     found: dict[torch.fx.Node | str, _Moved] = {}
-    for copy in ctx.hlo.layout_copies if ctx.hlo else ():
-        if copy.kind != "layout":
-            continue
-        key = ctx.node(copy.scope) or _weight_like(ctx, copy) or ""
-        moved = found.setdefault(key, _Moved())
-        moved.copies.append(copy)
-        # what is written to vector memory is not written to HBM
-        moved.bytes += copy.bytes * copy.executions / (2 if "S(" in copy.to else 1)
-    traffic: dict[torch.fx.Node | str, float] = {}
+    traffic: dict[str, float] = {}
     for memory in ctx.hlo.memory if ctx.hlo else ():
-        where = ctx.node(memory.scope) or ""
-        traffic[where] = traffic.get(where, 0.0) + memory.bytes
+        traffic[memory.scope] = traffic.get(memory.scope, 0.0) + memory.bytes
+    copies = [c for c in ctx.hlo.layout_copies if c.kind == "layout"] if ctx.hlo else []
+    keys = [ctx.node(c.scope) or _weight_like(ctx, c) or "" for c in copies]
+    for key, copy in sorted(zip(keys, copies, strict=True), key=lambda x: x[0] == ""):
+        # What is written to vector memory is not written to HBM, and between parts of it nothing is read either.
+        most = copy.bytes * copy.executions / (2 if "S(" in copy.to else 1)
+        taken = min(most, traffic.get(copy.scope, 0.0))
+        if taken:
+            traffic[copy.scope] -= taken
+            moved = found.setdefault(key, _Moved())
+            moved.copies.append(copy)
+            moved.bytes += taken
     for key, moved in found.items():
-        # between parts of vector memory nothing is read or written
-        moved.bytes = min(moved.bytes, traffic.get(key if isinstance(key, torch.fx.Node) else "", 0.0))
         seconds = moved.bytes / ctx.chip.hbm_bandwidth
         largest = max(moved.copies, key=lambda c: c.bytes * c.executions)
         times = f"{sum(c.executions for c in moved.copies)} times" if len(moved.copies) > 1 else "once"
