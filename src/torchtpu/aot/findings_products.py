@@ -259,7 +259,7 @@ def _reason(node: torch.fx.Node, query: torch.Tensor, key: torch.Tensor, value: 
 
 
 def attention(ctx: Context) -> Iterator[Finding]:
-    """Attention that is not the kernel: it writes its scores to memory, and the kernel would not."""
+    """Attention that is not the kernel, with the time beyond what its traffic or its products take at least."""
     for node, query, key, value in _attentions(ctx):
         reason = _reason(node, query, key, value)
         if reason is None or _is_single(query):
@@ -274,16 +274,19 @@ def attention(ctx: Context) -> Iterator[Finding]:
             parts = math.prod(ctx.plan.size(axes) for axes in spec)
         moved = sum(x.numel() * x.element_size() for x in (query, key, value, result)) / parts
         loop = next((lo.length for lo in ctx.evaluator.loops if node in lo.blocks[0]), 1)
-        more = 0.0
+        took: dict[str, float] = {}
         for time in ctx.times.get(node, ()):
-            ops = [op for op in ctx.ops.get(node, ()) if op.phase == time.phase]
+            took[time.phase] = took.get(time.phase, 0.0) + time.seconds
+        more = 0.0
+        for phase, seconds in took.items():
+            ops = [op for op in ctx.ops.get(node, ()) if op.phase == phase]
             products = sum(ctx.mxu_seconds(op) / op.passes for op in ops)  # the kernel's, in one pass
-            least = moved * loop * (2 if time.phase == "backward" else 1) / ctx.chip.hbm_bandwidth
-            more += max(0.0, time.seconds - max(least, products))
+            least = moved * loop * (2 if phase == "backward" else 1) / ctx.chip.hbm_bandwidth
+            more += max(0.0, seconds - max(least, products))
         scores = math.prod(query.shape[:-1]) * int(key.shape[-2]) * 4 / parts
         what = (
-            f"attention does not run as the TPU's attention kernel: {reason}. It is computed with its scores in memory "
-            f"({size_text(scores)} in float32 on a device for a layer)"
+            f"attention does not run as the TPU's attention kernel: {reason}. It is computed as products with all its "
+            f"scores between them ({size_text(scores)} in float32 on a device for a layer)"
         )
         yield ctx.finding("attention", what, _attention_advice(node, query, key, value), [node], ctx.share(more))
 
