@@ -347,6 +347,7 @@ def test_communication_is_told_of_a_step_that_waits_for_it() -> None:
     found = [f for f in findings(step, hlo(1 << 30)) if f.kind == "communication"]
     assert {w for f in found for w in ("fsdp=2", "tp=2") if f"all-gather over {w}" in f.what} == {"fsdp=2", "tp=2"}
     assert all(f.cost and f.cost > 0.3 for f in found)
+    assert {f.advice.split(",")[0] for f in found} == {"these are weights", "these are activations"}
     assert not [f for f in findings(step, hlo(1 << 10)) if f.kind == "communication"]
 
 

@@ -113,12 +113,17 @@ def _advice(ctx: Context, kind: str, axes: Sequence[str], activations: bool) -> 
         )
     if kind == "collective-permute":
         return "another order of the axes, or another plan (--shard auto), may exchange less"
+    if axes and set(axes) <= set(plan.gathered) and ctx.step.kind != "train":
+        return (
+            "these are weights, gathered in every step: tp uses them where they lie (--shard tp), and dp keeps them whole "
+            "where they fit; a larger batch makes them a smaller share"
+        )
     if axes and set(axes) <= set(plan.gathered):
         return (
             "these are weights and their gradients, the same for any batch: a larger batch on each device makes them a "
             "smaller share; so does a smaller fsdp with dp beside it, if the memory allows"
         )
-    if axes and set(axes) <= set(plan.batch):
+    if axes and set(axes) <= set(plan.batch) and ctx.step.kind == "train":
         return "these are gradients, the same for any batch: a larger batch on each device makes them a smaller share"
     return "another order of the axes, or another plan (--shard auto), may exchange less"
 
