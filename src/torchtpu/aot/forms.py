@@ -20,10 +20,12 @@ from torchtpu.lowering.families.indexing import embedding as plain_embedding
 from torchtpu.lowering.families.losses import nll_loss_forward
 from torchtpu.lowering.promotion import cast
 
-__all__ = ["attention", "embedding", "form_of", "negative_log_likelihood"]
+__all__ = ["attention", "embedding", "form_of", "negative_log_likelihood", "without_kernel"]
 
 _aten = torch.ops.aten
 _LANES = 128
+_NARROWEST = 64
+"""Width of the heads from which the kernel, which fills them up to whole lanes, is worth it."""
 _ROWS = 1024
 """Queries whose scores are held at once where there is no kernel."""
 
@@ -33,6 +35,39 @@ def form_of(target: Any) -> Callable[..., Any] | None:
     if target is torch.ops.torchtpu.experts.default:
         return experts_on_mesh
     return _FORMS.get(target)
+
+
+def without_kernel(query: Any, key: Any, value: Any, masked: bool = False, dropout_p: float = 0.0) -> str | None:
+    """Why attention on a TPU does not run as the splash kernel, as a clause; None if it does.
+
+    Args:
+        query, key, value: arrays or tensors; shapes and dtypes count.
+        masked: it has a mask that is not known to be causal or a sliding window.
+        dropout_p: probability that a score is dropped.
+    """
+    reason = _without_shards(query, masked, dropout_p)
+    if reason is not None:
+        return reason
+    length, width = query.shape[-2:]
+    if width < _NARROWEST:
+        return f"its heads are {width} wide, and the kernel takes them from {_NARROWEST}"
+    if value.shape[-1] != width:
+        return f"its values are {value.shape[-1]} wide and its queries {width}; the kernel takes one width"
+    lengths = {"queries": length, "keys": key.shape[-2]}
+    odd = [f"{n} {what}" for what, n in lengths.items() if n % _LANES]
+    if odd:
+        return f"it has {' and '.join(odd)}, and the kernel takes multiples of {_LANES}"
+    dtype = str(query.dtype).removeprefix("torch.")
+    return None if dtype in ("bfloat16", "float32") else f"it is {dtype}, and the kernel takes bfloat16 and float32"
+
+
+def _without_shards(query: Any, masked: bool, dropout_p: float) -> str | None:
+    """Why attention is not done by each device on its own heads, or None."""
+    if query.ndim != 4:
+        return f"its queries have {query.ndim} dimensions, not 4 (batch, heads, length, width)"
+    if masked:
+        return "its mask is not recognised as causal or as a sliding window"
+    return f"it drops scores with probability {dropout_p:g}" if dropout_p > 0 else None
 
 
 def attention(
@@ -59,7 +94,7 @@ def attention(
         value: (B, G, S, E).
     """
     run = functools.partial(_local, layout, node.meta.get("window"), is_causal, scale)
-    if query.ndim != 4 or (attn_mask is not None and "window" not in node.meta) or dropout_p > 0:
+    if _without_shards(query, attn_mask is not None and "window" not in node.meta, dropout_p):
         return plain.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
     if "window" in node.meta:
         attn_mask = None
@@ -81,9 +116,7 @@ def _local(
     key: jax.Array,
     value: jax.Array,
 ) -> jax.Array:
-    length, width = query.shape[-2:]
-    aligned = length % _LANES == 0 and key.shape[-2] % _LANES == 0 and value.shape[-1] == width and width >= 64
-    if layout.platform == "tpu" and aligned and query.dtype in (jnp.bfloat16, jnp.float32):
+    if layout.platform == "tpu" and without_kernel(query, key, value) is None:
         return _splash(window, is_causal, scale, query, key, value)
     return _in_parts(window, is_causal, scale, query, key, value)
 

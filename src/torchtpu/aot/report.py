@@ -70,8 +70,8 @@ class Finding:
     """Something that wastes the chip, or keeps the model off it.
 
     Attributes:
-        kind: ``"tile"``, ``"padding"``, ``"layout"``, ``"dtype"``, ``"int64"``, ``"gather"``, ``"unsharded"``,
-            ``"host"`` or ``"unsupported"``.
+        kind: ``"tile"``, ``"padding"``, ``"layout"``, ``"dtype"``, ``"int64"``, ``"gather"``, ``"attention"``,
+            ``"unsharded"``, ``"communication"``, ``"host"`` or ``"unsupported"``.
         what: the fact, with its figures.
         advice: what to change.
         module: dotted name of the module, layers of a loop as ``model.layers.0-31``.
