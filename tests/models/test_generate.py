@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
-from zoo import build, ids
 
 import torchtpu  # noqa: F401
+from zoo import build, ids
 
 
 @pytest.fixture(scope="module")
