@@ -115,8 +115,8 @@ def _advice(ctx: Context, kind: str, axes: Sequence[str], activations: bool) -> 
         return "another order of the axes, or another plan (--shard auto), may exchange less"
     if axes and set(axes) <= set(plan.gathered) and ctx.step.kind != "train":
         return (
-            "these are weights, gathered in every step: tp uses them where they lie (--shard tp), and dp keeps them whole "
-            "where they fit; a larger batch makes them a smaller share"
+            "these are weights, gathered in every step: tp uses them where they lie (--shard tp), and dp keeps them "
+            "whole where they fit; a larger batch makes them a smaller share"
         )
     if axes and set(axes) <= set(plan.gathered):
         return (
