@@ -22,6 +22,8 @@ __all__ = ["layouts", "padding", "parameter_of", "unsharded"]
 _aten = torch.ops.aten
 _PADDED = 1.05
 """What an array takes over its bytes, from which its padding is a finding."""
+_ODD = 1.01
+"""The same of a dimension that is named for it."""
 _PARAMETER = re.compile(r"\['(?:parameters|buffers|m|v)'\]\['([^']+)'\]")
 _BATCH_INPUT = re.compile(r"batch\['([^']+)'\]")
 
@@ -41,11 +43,14 @@ def padding(ctx: Context) -> Iterator[Finding]:
         array = arrays(p.type)[0]
         argument = parameter_of(p.what)
         value = next((v for v in ctx.evaluator.values if v.name == argument), None)
+        if p.what == "parameter":  # of a part of the program: told by its sizes
+            value = _of_shape(ctx, array.shape)
+            argument = value.name if value is not None else None
         node = ctx.user(value) if value is not None else ctx.node(split_scope(p.what.rpartition("/")[0])[0])
         name = argument or (f"the result of {_operator(node)}" if node is not None else "an array of the compiler's")
         last = [array.shape[i] for i in array.order[: len(array.tile)]]
         tile = list(reversed(array.tile))
-        small = [f"{n} to {-(-n // t) * t}" for n, t in zip(last, tile, strict=False) if n % t]
+        small = [f"{n} to {up(n, t)}" for n, t in zip(last, tile, strict=False) if up(n, t) >= _ODD * n]
         what = (
             f"{name} ({array.dtype}[{', '.join(map(str, array.shape))}] on a device) takes {size_text(p.padded_bytes)} "
             f"of HBM for {size_text(p.bytes)} of numbers: memory is in tiles of {' x '.join(map(str, array.tile))}, "
@@ -57,6 +62,15 @@ def padding(ctx: Context) -> Iterator[Finding]:
         )
         cost = ctx.hbm_share(p.padded_bytes - p.bytes)
         yield ctx.finding("padding", what, advice, [node] if node is not None else [], cost, 1)
+
+
+def _of_shape(ctx: Context, shape: Sequence[int]) -> Value | None:
+    """The argument of the step whose part on a device has this shape, if it is the only one."""
+    found = []
+    for value in ctx.evaluator.values:
+        if [n // ctx.plan.size(axes) for n, axes in zip(value.shape, value.spec, strict=True)] == list(shape):
+            found.append(value)
+    return found[0] if len(found) == 1 else None
 
 
 def _operator(node: torch.fx.Node) -> str:
