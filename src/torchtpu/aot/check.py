@@ -22,7 +22,7 @@ import torchtpu
 from torchtpu.aot.compile import Compiler, Result
 from torchtpu.aot.count import Counts, count
 from torchtpu.aot.evaluate import Evaluator
-from torchtpu.aot.findings import find
+from torchtpu.aot.findings import find, refused
 from torchtpu.aot.graph import Graph, capture
 from torchtpu.aot.hlo import Hlo, read_hlo
 from torchtpu.aot.layout import Layout
@@ -36,7 +36,7 @@ from torchtpu.lowering.apply import NoLowering
 from torchtpu.sharding import Plan, PlanError, parse, preset
 from torchtpu.zoo import ModelSource, count_parameters
 
-__all__ = ["Request", "Traced", "check", "trace"]
+__all__ = ["Request", "Traced", "candidates", "check", "search", "trace"]
 
 TIMEOUT = 3600.0
 """Seconds after which a compile is given up."""
@@ -134,16 +134,21 @@ def check(
     if plan.devices != topology.devices:
         raise PlanError(f"the plan is for {plan.devices} devices, {topology.name} has {topology.devices}")
     request, timing = traced.request, dataclasses.replace(traced.timing)
+    report = _blank(traced, topology, plan, timing)
+    obstacles = refused(traced.graph)
+    if obstacles:
+        return dataclasses.replace(report, status="lower", message=obstacles[0].what, findings=obstacles)
     step = build_step(traced.graph, _layout(plan), request.kind, request.remat)
     _check_batch(step, request.batch)
-    report = _blank(traced, topology, step, timing)
+    report.loops = [(loop.name, loop.length) for loop in step.evaluator.loops]
+    report.assumptions = [s[0].upper() + s[1:] + "." for s in step.assumptions]
+    report.memory = _memory(step, topology, None)
     try:
         with progress(f"lowering for {topology.chip.generation}"), _timed(timing, "lower"):
             counts = count(step.jaxpr())
             text = step.stablehlo()
     except NoLowering as error:
         return dataclasses.replace(report, status="lower", message=str(error))
-    report.memory = _memory(step, topology, None)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchtpu-check-"))
         compiler = compiler or stack.enter_context(Compiler(request.timeout))
@@ -155,10 +160,10 @@ def check(
             result = compiler.compile(text, topology.name, mesh=list(plan.mesh.values()), dump=folder, save=file)
         timing.compiler_bytes = result.compiler_bytes
         if not result.ok:
-            report.status, report.message = _failure(result)
+            report.status, report.message = _failure(result, report.memory)
             with progress("looking for what wastes the chip"), _timed(timing, "analyse"):
                 report.findings = find(step, counts, None, None, topology)
-                report.fits = _fits(traced, topology, plan, None)
+                report.fits = _fits(traced, topology, plan, report.memory if report.memory.temporaries else None)
             return report
         if save is not None:
             with jax.enable_x64(True):
@@ -220,7 +225,7 @@ def _check_batch(step: Step, batch: int) -> None:
         )
 
 
-def _blank(traced: Traced, topology: Topology, step: Step, timing: Timing) -> Report:
+def _blank(traced: Traced, topology: Topology, plan: Plan, timing: Timing) -> Report:
     request, source = traced.request, traced.request.source
     units = source.units(request.kind, request.batch, request.sequence)
     return Report(
@@ -237,10 +242,9 @@ def _blank(traced: Traced, topology: Topology, step: Step, timing: Timing) -> Re
         topology=topology.name,
         chips=topology.chips,
         devices=topology.devices,
-        plan=step.plan.as_dict(),
-        plan_name=step.plan.name,
-        loops=[(loop.name, loop.length) for loop in step.evaluator.loops],
-        assumptions=[s[0].upper() + s[1:] + "." for s in step.assumptions],
+        plan=plan.as_dict(),
+        plan_name=plan.name,
+        loops=[],
         timing=timing,
         versions=_versions(),
     )
@@ -267,13 +271,23 @@ def _memory(step: Step, topology: Topology, result: Result | None) -> MemoryUse:
     )
 
 
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w) hbm[^\n]*")
+_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm[^\n]*", re.IGNORECASE)
+_TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds[^\n]*", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def _failure(result: Result) -> tuple[str, str]:
-    found = _OUT_OF_MEMORY.search(result.message)
-    if "RESOURCE_EXHAUSTED" in result.message or found:
-        return "memory", found[0] if found else result.message.split("\n")[0]
+def _failure(result: Result, memory: MemoryUse) -> tuple[str, str]:
+    """(status, message). A compiler that gives up for want of memory says how much it would have used: ``memory``
+    learns it.
+    """
+    for pattern, beside in ((_OUT_OF_MEMORY, memory.total), (_TEMPORARIES, 0)):
+        found = pattern.search(result.message)
+        if found is not None:
+            memory.temporaries = max(0, round(float(found[1]) * _UNITS[found[2].upper()]) - beside)
+            memory.total += memory.temporaries
+            return "memory", found[0]
+    if "RESOURCE_EXHAUSTED" in result.message:
+        return "memory", result.message.split("\n")[0]
     return result.status, result.message
 
 

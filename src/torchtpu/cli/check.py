@@ -77,6 +77,12 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="run the model on the device and on PyTorch CPU, module by module, and say where they part",
     )
+    command.add_argument(
+        "--prove",
+        type=_positive,
+        metavar="N",
+        help="run the plan on N emulated devices, with the model cut down, and compare loss and gradients with PyTorch CPU",
+    )
     command.add_argument("--json", metavar="FILE", help="write the report as JSON too; - for standard output alone")
     command.add_argument("--html", metavar="FILE", help="write the report as a page with pictures too")
     command.add_argument(
@@ -107,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
         source = resolve(options.model)
         if options.tiny:
             source = source.tiny()
+        if options.prove:
+            return _prove(source, options)
         return _parity(source, options) if options.parity else _check(source, options)
     except ModelError as error:
         if error.traceback:
@@ -196,6 +204,24 @@ def _parity(source: Any, options: argparse.Namespace) -> int:
     if options.json != "-":
         print(found.text())
     return 0 if found.ok else 1
+
+
+def _prove(source: Any, options: argparse.Namespace) -> int:
+    from torchtpu.aot.prove import emulate, prove
+    from torchtpu.sharding import PlanError, parse
+
+    emulate(options.prove)
+    try:
+        try:
+            plan = parse(options.shard, options.prove)
+        except PlanError:
+            plan = parse(options.shard).scaled(options.prove)
+        with progress(f"running {source.name} (tiny) on {options.prove} emulated devices and on PyTorch CPU"):
+            proof = prove(source, plan, batch=options.batch or options.prove, seq=options.seq or 32)
+    except PlanError as error:
+        raise CommandError(str(error)) from error
+    print(proof.text())
+    return 0 if proof.ok else 1
 
 
 def _write(file: str, content: str) -> None:

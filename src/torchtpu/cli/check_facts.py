@@ -61,9 +61,6 @@ RESOURCES = {
 """What may bound a step."""
 
 _GIB = 2**30
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
-_TEMPORARIES = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds", re.IGNORECASE)
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def size(nbytes: float) -> str:
@@ -281,13 +278,7 @@ def needed(report: Report) -> int | None:
     memory = report.memory
     if memory is None:
         return None
-    if memory.compiled:
-        return memory.total
-    for pattern, beside in ((_USED, 0), (_TEMPORARIES, memory.total)):
-        found = pattern.search(report.message)
-        if found is not None:
-            return beside + round(float(found[1]) * _UNITS[found[2].upper()])
-    return None
+    return memory.total if memory.compiled or memory.temporaries else None
 
 
 def memory_parts(report: Report) -> list[tuple[str, int]]:
@@ -356,11 +347,9 @@ def sizes(report: Report, reports: Sequence[Report] = ()) -> list[Size]:
     found: dict[str, Size] = {}
     memory, most = report.memory, needed(report)
     known = most is not None and memory is not None
-    beside = most - memory.total if most is not None and memory is not None and not memory.compiled else 0
     for f in report.fits:
         available = Topology.parse(f.topology).chip.usable_hbm_bytes
-        # What a compiler that gave up would have used besides the state is scaled as compiled temporaries are.
-        total = f.state_bytes + f.temporary_bytes + int(beside * report.devices / f.devices)
+        total = f.state_bytes + f.temporary_bytes
         fits = f.fits and total <= available
         found[f.topology] = Size(f.topology, f.devices, f.plan, total, available, fits, False, known)
     for r in (*(r for r in reports if comparable(r, report)), report):

@@ -37,6 +37,7 @@ _CONV1D_OUT = r"(^|\.)(c_attn|c_fc)\.weight$"  # GPT-2 keeps [in, out]
 _CONV1D_IN = r"(^|\.)c_proj\.weight$"
 _VOCABULARY = r"(^|\.)(embed_tokens|word_embeddings|wte|tok_embeddings|shared|lm_head|proj_out|output)\.weight$"
 _NORMS = r"(?<![qk]_)(norm|layernorm|layer_norm|ln_\w+|LayerNorm)\d*$"
+_HEADS = r"(^|\.)(lm_head|proj_out|output)$"
 _EXPERTS = r"(^|\.)experts\.(\w+_proj|w\d|\w+_proj_bias)$"
 
 
@@ -69,11 +70,11 @@ def preset(mesh: Mapping[str, int]) -> Plan:
     batch = tuple(a for a in ("dp", "fsdp", "ep") if a in ordered)
     # A norm works on each device's part of the sequence and its result is gathered, in 16 bits: left to itself the
     # partitioner gathers the input, in 32 bits, and libtpu crashes on such a program for TPU7x.
-    norms = (Rule(_NORMS, (batch, tp), given=False),) if tp else ()
+    results = (Rule(_NORMS, (batch, tp), given=False), Rule(_HEADS, (batch, (), tp), given=False)) if tp else ()
     return Plan(
         mesh=ordered,
         parameters=tuple(rules),
-        activations=norms,
+        activations=results,
         batch=batch,
         sequence=tp,
         heads=tp,
