@@ -81,7 +81,7 @@ def add_command(commands: Any) -> None:
         "--prove",
         type=_positive,
         metavar="N",
-        help="run the plan on N emulated devices, with the model cut down, and compare loss and gradients with PyTorch CPU",
+        help="run the plan on N emulated devices, with the model cut down, and compare with PyTorch CPU",
     )
     command.add_argument("--json", metavar="FILE", help="write the report as JSON too; - for standard output alone")
     command.add_argument("--html", metavar="FILE", help="write the report as a page with pictures too")
