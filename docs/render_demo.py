@@ -1,4 +1,7 @@
-"""Run ``torchtpu demo`` and draw what it prints as docs/images/demo.svg."""
+"""Run ``torchtpu demo`` and ``torchtpu check`` and draw what they print as docs/images/demo.svg and check.svg.
+
+``python docs/render_demo.py [demo | check]``; check needs libtpu.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-IMAGE = ROOT / "docs" / "images" / "demo.svg"
+IMAGES = ROOT / "docs" / "images"
 LINE, CHARACTER, MARGIN, BAR = 19, 8.05, 20, 30
 
 
@@ -41,13 +44,23 @@ def draw(command: str, output: str) -> str:
     )
 
 
+COMMANDS = {
+    "demo": ["demo"],
+    "check": ["check", "gpt2", "--infer", "--topology", "v6e:2x2", "--batch", "64", "--seq", "1024", "--shard", "dp"],
+}
+
+
 def main() -> None:
-    environment = os.environ | {"TORCHTPU_PLATFORM": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torchtpu.cli", "demo"], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    IMAGE.parent.mkdir(exist_ok=True)
-    IMAGE.write_text(draw("torchtpu demo", done.stdout))
+    for name in sys.argv[1:] or COMMANDS:
+        done = subprocess.run(
+            [sys.executable, "-m", "torchtpu.cli", *COMMANDS[name]],
+            env=os.environ | {"TORCHTPU_PLATFORM": "cpu"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        output = done.stdout.split("WHAT THIS RESTS ON")[0]
+        (IMAGES / f"{name}.svg").write_text(draw(f"torchtpu {' '.join(COMMANDS[name])}", output))
 
 
 if __name__ == "__main__":
