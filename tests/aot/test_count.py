@@ -271,3 +271,12 @@ def test_bytes_of_fusions() -> None:
     once = counted(lambda a: jax.nn.softmax(a, -1), x)
     assert once.bytes() / unit == pytest.approx(4, rel=0.05)  # read for the maximum, the sum and the result
     assert np.isclose(sum(op.transcendentals for op in once.ops), n * n)
+
+
+def test_the_branch_of_a_tpu_is_counted() -> None:
+    def program(x: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(x, cpu=lambda x: x @ x @ x @ x, default=lambda x: x @ x)
+
+    counted = count(jax.make_jaxpr(program)(jnp.ones((64, 64), jnp.bfloat16)))
+    assert counted.mxu_flops() == 2 * 64**3
+    assert not counted.assumptions

@@ -249,3 +249,17 @@ def test_counts_agree_with_the_compiler(tmp_path: Path) -> None:
     assert found["counted"] == pytest.approx(found["flops"], rel=0.05)
     hlo = read_hlo(next(tmp_path.glob("*after_optimizations.txt")))
     assert found["bytes"] == pytest.approx(sum(m.bytes for m in hlo.memory), rel=0.5)
+
+
+def test_attributes_of_several_lines_do_not_end_a_computation() -> None:
+    text = """HloModule m, is_scheduled=true, num_partitions=2
+
+ENTRY %main (x: bf16[128,128]) -> bf16[128,128] {
+  %x = bf16[128,128]{1,0} parameter(0)
+  %k = bf16[128,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"a":"{\\"block\\": 512}"
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %r = bf16[128,128]{1,0} all-reduce(%k), channel_id=1, replica_groups={{0,1}}, to_apply=%add
+}
+"""
+    assert [c.kind for c in read_hlo(text.splitlines(keepends=True)).collectives] == ["all-reduce"]

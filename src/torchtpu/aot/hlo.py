@@ -209,7 +209,7 @@ class _Reader:
                 self.op_names = {}
                 if header[1]:
                     self.entry = header[2]
-            elif line.startswith("}"):
+            elif line.rstrip() == "}":  # a constant of several lines ends in "})"
                 current = None
         if not self.hlo.name or not self.entry:
             raise ValueError("there is no HLO module in this text")

@@ -251,9 +251,12 @@ class _Walker:
         node.bodies = [self._inner(program, node, stack, within, k) for program, k in bodies]
 
     def _cond(self, node: Node, stack: str, within: str) -> None:
-        node.alternatives = True
         known = [v.known for v in node.inputs[1:]]
-        node.bodies = [self._inner(b, node, stack, within, known) for b in node.eqn.params["branches"]]
+        branches = node.eqn.params["branches"]
+        chosen = _for_tpu(node.eqn.params.get("branches_platforms"))
+        node.alternatives = chosen is None
+        branches = branches if chosen is None else [branches[chosen]]
+        node.bodies = [self._inner(b, node, stack, within, known) for b in branches]
 
     def _shard_map(self, node: Node, stack: str, within: str) -> None:
         p = node.eqn.params
@@ -264,6 +267,14 @@ class _Walker:
         whole = [v.aval.shape == a.aval.shape for v, a in zip(p["jaxpr"].invars, node.eqn.invars, strict=True)]
         known = [v.known if same else None for v, same in zip(node.inputs, whole, strict=True)]
         node.bodies = [self._inner(p["jaxpr"], node, stack, within, known)]
+
+
+def _for_tpu(platforms: Sequence[Sequence[str] | None] | None) -> int | None:
+    """Which branch of ``jax.lax.platform_dependent`` a TPU takes; None for a conditional on values."""
+    if platforms is None:
+        return None
+    named = [i for i, p in enumerate(platforms) if p is not None and "tpu" in p]
+    return next(iter(named), None if None not in platforms else platforms.index(None))
 
 
 _CONTROL = {
