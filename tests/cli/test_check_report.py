@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchtpu.aot.check import _failure
+from torchtpu.aot.compile import Result
 from torchtpu.aot.report import Finding, Fit, MemoryUse, Report, Timing
 from torchtpu.aot.roofline import CollectiveTime, Prediction, ScopeTime
+from torchtpu.aot.topology import Topology
 from torchtpu.cli import check_facts as facts
 from torchtpu.cli.check_html import page
 from torchtpu.cli.check_text import WIDTH, text
@@ -124,7 +127,20 @@ def failed(status: str, message: str, **changed: Any) -> Report:
     made.memory = MemoryUse(
         GIB, 4 * GIB, 64, 2**20, 0, 0, 0, 5 * GIB + 64 + 2**20, made.memory.available, compiled=False
     )
-    made.fits = [Fit(f.topology, f.devices, f.plan, f.state_bytes, 0, True) for f in made.fits]
+    if status == "memory":
+        _failure(Result("fail", message), made.memory)
+    there = Topology.parse(made.topology).devices
+    made.fits = [
+        Fit(
+            f.topology,
+            f.devices,
+            f.plan,
+            f.state_bytes,
+            wanted := made.memory.temporaries * there // f.devices,
+            f.state_bytes + wanted <= Topology.parse(f.topology).chip.usable_hbm_bytes,
+        )
+        for f in made.fits
+    ]
     return made
 
 
@@ -279,7 +295,7 @@ def test_every_status_is_judged_in_words_of_its_own() -> None:
 def test_a_refusal_for_memory_says_how_much_is_needed(message: str, total: int | None) -> None:
     made = failed("memory", message)
     assert made.memory is not None
-    assert facts.needed(made) == (made.memory.total + 40 * GIB if total is None else total)
+    assert facts.needed(made) == (45 * GIB + 64 + 2**20 if total is None else total)
 
 
 def test_topologies_are_judged_with_the_temporaries_that_the_compiler_refused() -> None:
