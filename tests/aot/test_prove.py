@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import pytest
 import torch
@@ -49,9 +50,8 @@ print(json.dumps(results))
 
 def test_plans_on_emulated_devices() -> None:
     """Dense and mixture are equal to PyTorch CPU; attention that is 1 % too large is not."""
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=600
-    )  # fmt: skip
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
     dense, mixture, broken = json.loads(run.stdout.splitlines()[-1])
     for ok, devices, loss, expected, parameters, worst, text in (dense, mixture):
@@ -76,16 +76,17 @@ def test_what_counts_as_equal() -> None:
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[Any, dict[Any, Any]]]:
-    """Every equation, with {variable: the equation that made it} of the jaxpr it is in."""
+    """Every equation outside kernels, with {variable: the equation that made it} of the jaxpr it is in."""
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:
         yield eqn, made
-        for inner in jax.core.jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
+        if eqn.primitive.name != "pallas_call":
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from _equations(inner)
 
 
 def _wide_products(graph: Graph) -> tuple[int, int]:
-    """(products of bfloat16 alone, products of bfloat16 that is computed with as float32) of a training step."""
+    """(products of bfloat16 alone, products of bfloat16 that is multiplied as float32 at high precision) of a step."""
     plan = parse("fsdp=1")
     mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
     narrow = wide = 0
@@ -99,22 +100,22 @@ def _wide_products(graph: Graph) -> tuple[int, int]:
             if any(d == jnp.bfloat16 for d in before):
                 given = {v.aval.dtype for v in eqn.invars}
                 narrow += given == {jnp.dtype(jnp.bfloat16)}
-                wide += given != {jnp.dtype(jnp.bfloat16)}
+                wide += given != {jnp.dtype(jnp.bfloat16)} and eqn.params["precision"] is not None
     return narrow, wide
 
 
 def test_gradients_of_narrow_products_are_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 no product of the step multiplies in float32 what was bfloat16, which a TPU does six times slower."""
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         vocab_size=64, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
-    ids = torch.empty(2, 16, dtype=torch.int64, device="meta")
+    ids = torch.empty(2, 128, dtype=torch.int64, device="meta")
     graph = capture(model, {"input_ids": ids, "labels": ids})
     narrow, wide = _wide_products(graph)
-    # forward, again, and two gradients: of 7 projections and 2 products of attention in a layer, and of the head
-    assert wide == 0 and narrow >= 3 * (7 + 2 + 1), (narrow, wide)
+    # forward and two gradients, of 7 projections in a layer and of the head; attention is a kernel at these sizes
+    assert wide == 0 and narrow >= 3 * (7 + 1), (narrow, wide)
     monkeypatch.setattr(evaluate, "narrow_gradients", contextlib.nullcontext)
     assert _wide_products(graph)[1] >= 7, "what JAX does by itself"
