@@ -128,6 +128,28 @@ def test_module_functions_named_in_the_cuda_table_exist() -> None:
             assert hasattr(torch.tpu, name), name
 
 
+def test_options_of_check() -> None:
+    from torchtpu.cli import parser
+
+    page = (ROOT / "docs" / "check.md").read_text()
+    commands = next(a for a in parser()._actions if isinstance(a.choices, dict)).choices
+    assert commands is not None
+    known = {o for a in commands["check"]._actions for o in a.option_strings if o.startswith("--")} - {"--help"}
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| `--"))
+    assert set(re.findall(r"--[a-z]+", rows)) == known
+
+
+def test_plan_of_check() -> None:
+    from torchtpu.sharding import Plan
+
+    page = (ROOT / "docs" / "check.md").read_text()
+    found = re.search(r"<!-- example: plan -->\n```json\n(.*?)\n```", page, re.DOTALL)
+    assert found is not None
+    plan = Plan.from_dict(json.loads(found[1]))
+    assert set(json.loads(found[1])) == set(plan.as_dict()), "every part is shown"
+    assert plan.devices == 8 and plan.spec("layers.0.q_proj.weight", (64, 32)) == (("model",), ("data",))
+
+
 def test_picture_is_of_the_demo() -> None:
     picture = (ROOT / "docs" / "images" / "demo.svg").read_text()
     assert "$ torchtpu demo" in picture and "largest difference in cosine from PyTorch CPU" in picture

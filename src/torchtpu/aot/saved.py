@@ -28,6 +28,8 @@ __all__ = ["EXECUTABLE", "SavedError", "SavedStep", "load", "write_manifest"]
 EXECUTABLE = "executable.bin"
 _MANIFEST = "manifest.json"
 _FORMAT = 1
+_PARTS = ("topology", "platform", "versions", "sha256", "mesh", "coordinates", "arguments", "results")
+"""What the manifest of this format has at least."""
 _VERSIONED = {"tpu": ("jaxlib", "libtpu"), "cpu": ("jaxlib",)}
 """What must have the same version where the executable was made and where it runs."""
 
@@ -201,8 +203,13 @@ def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
         content = (folder / EXECUTABLE).read_bytes()
     except (OSError, ValueError) as error:
         raise SavedError(f"{folder} holds no saved step: {error}") from error
+    if not isinstance(manifest, dict):
+        raise SavedError(f"{folder} holds no saved step: {_MANIFEST} is not a JSON object")
     if manifest.get("format") != _FORMAT:
         raise SavedError(f"{folder} has format {manifest.get('format')}; this version reads {_FORMAT}")
+    absent = [part for part in _PARTS if part not in manifest]
+    if absent:
+        raise SavedError(f"{folder} holds no saved step: {_MANIFEST} lacks {', '.join(absent)}")
     if hashlib.sha256(content).hexdigest() != manifest["sha256"]:
         raise SavedError(f"{folder} is damaged: the executable is not the one that was written. Compile it again")
     return manifest, content

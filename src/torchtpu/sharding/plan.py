@@ -78,6 +78,10 @@ class Plan:
         if self.capacity is not None and self.capacity <= 0:
             raise PlanError(f"capacity is {self.capacity}: it is a multiple of the mean, such as 1.25, or null")
         for rule in (*self.parameters, *self.activations):
+            flat = [a for axes in rule.spec for a in axes]
+            twice = sorted({a for a in flat if flat.count(a) > 1})
+            if twice:
+                raise PlanError(f"the rule {rule.pattern!r} divides by {', '.join(twice)} twice")
             try:
                 re.compile(rule.pattern)
             except re.error as error:
@@ -132,6 +136,8 @@ class Plan:
 
     def _fitted(self, name: str, shape: Sequence[int], rule: Rule) -> Spec:
         if len(rule.spec) > len(shape):
+            if not rule.given:
+                return ((),) * len(shape)
             raise PlanError(f"{name} has {len(shape)} dimensions, but the rule {rule.pattern!r} names {len(rule.spec)}")
         spec = list(rule.spec) + [()] * (len(shape) - len(rule.spec))
         for i, axes in enumerate(spec):

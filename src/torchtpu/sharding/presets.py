@@ -120,11 +120,13 @@ def _sizes(text: str, devices: int | None) -> dict[str, int]:
                 raise PlanError(f"{text!r} leaves two sizes open, {open_axis} and {found[1]}: one can be worked out")
             open_axis = found[1]
         sizes[found[1]] = int(found[2] or 1)
+        if sizes[found[1]] < 1:
+            raise PlanError(f"{found[1]} has the size 0 in {text!r}: it is at least 1")
     if open_axis is not None and devices is not None:
         fixed = 1
         for size in sizes.values():
             fixed *= size
-        if fixed == 0 or devices % fixed:
+        if devices % fixed:
             raise PlanError(f"{devices} devices do not divide by {fixed}, so {open_axis} has no size in {text!r}")
         sizes[open_axis] = devices // fixed
     return sizes
