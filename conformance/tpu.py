@@ -46,7 +46,7 @@ class Collector:
         self.programs: dict[int, Any] = {}
         self.outside: set[str] = set()
         self._kernels: set[Any] = set()
-        launcher, runner, dynamic = kernels.launcher, kernels.Kernel._runner, kernels._Dynamic.__call__
+        launcher, runner, dynamic = kernels.launcher, kernels.Kernel.runner, kernels._Dynamic.__call__
 
         def noting_launcher(program: Any, call: Any) -> Any:
             launch = launcher(program, call)
@@ -57,16 +57,16 @@ class Collector:
 
             return noted
 
-        def noting_runner(kernel: Any, program: Any, call: Any) -> Any:
+        def noting_runner(kernel: Any, *args: Any) -> Any:
             self._kernels.add(kernel)
-            return runner(kernel, program, call)
+            return runner(kernel, *args)
 
         def noting_dynamic(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             self.outside.add(str(kernel.op))
             return dynamic(kernel, *args, **kwargs)
 
         kernels.launcher = noting_launcher
-        kernels.Kernel._runner = noting_runner
+        kernels.Kernel.runner = noting_runner
         kernels._Dynamic.__call__ = noting_dynamic
 
     def start(self) -> None:
