@@ -21,10 +21,10 @@ from torchtpu.sharding import PlanError, parse
 RESULTS = Path(__file__).parent / "results" / "checks.jsonl"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "tpu-models.md"
 PLAN = "fsdp,tp=2"
-KINDS = ("train", "infer")
+KINDS = ("train",)
 _HEAD = """# Models compiled for TPUs
 
-Every model of the zoo, with its dimensions cut down and its structure kept, as a training step and as a forward pass,
+Every model of the zoo, with its dimensions cut down and its structure kept, as a training step,
 compiled by the TPU's own compiler for one host of each generation, divided by the plan `{plan}`. Made without a TPU by
 
     python -m conformance.checks run
