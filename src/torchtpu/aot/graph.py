@@ -197,7 +197,11 @@ def _result_paths(program: torch.export.ExportedProgram) -> Sequence[str]:
     spec = program.call_spec.out_spec
     assert spec is not None
     tree = torch.utils._pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    return [_dotted(path) for path, _ in torch.utils._pytree.tree_flatten_with_path(tree)[0]]
+    try:
+        return [_dotted(path) for path, _ in torch.utils._pytree.tree_flatten_with_path(tree)[0]]
+    except ValueError:  # a class that was registered without names; what is a mapping has them nevertheless
+        flat = isinstance(tree, Mapping) and len(tree) == spec.num_leaves
+        return [str(k) for k in tree] if flat else [str(i) for i in range(spec.num_leaves)]
 
 
 def _dotted(path: Sequence[Any]) -> str:
