@@ -304,7 +304,7 @@ def _fits(traced: Traced, topology: Topology, plan: Plan, memory: MemoryUse | No
         moments = sum(_bytes(v.shape, torch.float32, resized, v.spec) for v in step_values if v.trained)
         state = weights + (2 * moments if traced.request.kind == "train" else 0)
         share = topology.devices / other.devices
-        temporaries = int(memory.temporaries * share) + memory.code if memory is not None else 0
+        temporaries = int((memory.temporaries + memory.outputs) * share) + memory.code if memory is not None else 0
         fits = state + temporaries <= other.chip.usable_hbm_bytes
         found.append(Fit(other.name, other.devices, resized.name, state, temporaries, fits))
     return found

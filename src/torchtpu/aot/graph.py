@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import linecache
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,12 +98,13 @@ def capture(model: torch.nn.Module, arguments: Mapping[str, Any]) -> Graph:
         decoder = Decoder(model, arguments)
         model, arguments = decoder, {k: v for k, v in arguments.items() if k not in decoder.caches}
         prefix = PREFIX
+    table = CustomDecompTable()
+    for op in _KEPT:
+        table.pop(op, None)
     try:
-        program = torch.export.export(model, (), dict(arguments), strict=False)
-        table = CustomDecompTable()
-        for op in _KEPT:
-            table.pop(op, None)
-        program = program.run_decompositions(table)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # PyTorch's own use of it
+            program = torch.export.export(model, (), dict(arguments), strict=False).run_decompositions(table)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise GraphError(

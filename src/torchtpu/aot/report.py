@@ -53,7 +53,7 @@ class Fit:
         devices: how many it has.
         plan: the preset, resized.
         state_bytes: parameters, optimizer and buffers of a device, as the plan divides them.
-        temporary_bytes: those that were compiled, scaled by the number of devices: an estimate.
+        temporary_bytes: temporaries and outputs that were compiled, scaled by the number of devices: an estimate.
         fits: whether both are within the HBM.
     """
 
