@@ -157,7 +157,10 @@ def check(
             if save is not None:
                 save.mkdir(parents=True, exist_ok=True)
                 file = str(save / EXECUTABLE)
-            result = compiler.compile(text, topology.name, mesh=list(plan.mesh.values()), dump=folder, save=file)
+            mesh = list(plan.mesh.values())
+            result = compiler.compile(
+                text, topology.name, mesh=mesh, boxes=plan.experts is not None, dump=folder, save=file
+            )
         timing.compiler_bytes = result.compiler_bytes
         if not result.ok:
             report.status, report.message = _failure(result, report.memory)

@@ -100,6 +100,7 @@ class Compiler:
         topology: str,
         *,
         mesh: Sequence[int] | None = None,
+        boxes: bool = False,
         dump: str | None = None,
         save: str | None = None,
     ) -> Result:
@@ -110,6 +111,8 @@ class Compiler:
             topology: such as ``"v6e:2x2"``.
             mesh: sizes of the axes of the mesh that the module is partitioned over, the slowest first; their product
                 is the number of devices. None: a program of one device.
+            boxes: whether the devices of an axis are to be a box on the torus, which suits all-to-all, rather than
+                rings.
             dump: a folder for the compiler's own text of the optimised program.
             save: a file for the serialised executable.
         """
@@ -119,7 +122,8 @@ class Compiler:
         with tempfile.NamedTemporaryFile("w", suffix=".mlir") as program:
             program.write(text)
             program.flush()
-            request = {"program": program.name, "topology": topology, "mesh": mesh, "options": options, "save": save}
+            request: dict[str, Any] = {"program": program.name, "topology": topology, "mesh": mesh, "boxes": boxes}
+            request |= {"options": options, "save": save}
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()

@@ -38,15 +38,50 @@ def _devices(topology: str) -> Sequence[Any]:
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
 
 
-def _placed(topology: str, mesh: Sequence[int] | None) -> list[Any]:
-    """The devices of a mesh, flat: neighbours on the mesh are neighbours on the torus where JAX knows how."""
+def _placed(topology: str, mesh: Sequence[int] | None, boxes: bool) -> list[Any]:
+    """The devices of a mesh, flat: neighbours on the mesh are neighbours on the torus where JAX knows how.
+
+    With ``boxes`` the devices of an axis are a box as near a cube as can be, rather than a line: what everyone
+    exchanges with everyone crosses fewer links.
+    """
     devices = _devices(topology)
     if mesh is None:
         return [devices[0]]
+    if boxes and (found := _in_boxes(devices, mesh)) is not None:
+        return found
     try:
         return list(mesh_utils.create_device_mesh(mesh, devices, allow_split_physical_axes=True).flat)
     except (NotImplementedError, ValueError):
         return sorted(devices, key=lambda d: (*d.coords[::-1], d.core_on_chip))
+
+
+def _in_boxes(devices: Sequence[Any], mesh: Sequence[int]) -> list[Any] | None:
+    """Devices in the order of a mesh whose axes are boxes on the torus; None if the sizes do not allow it."""
+    where = np.array([(*d.coords, d.core_on_chip) for d in devices])
+    extent = where.max(0) + 1
+    if extent.prod() != len(devices):
+        return None
+    left = list(extent)
+    factors: list[list[int]] = []  # of each axis, the last first: its size along every dimension of the torus
+    for n in reversed(mesh):
+        own = [1] * len(left)
+        if n == left[-1] > 1:  # the cores of a chip
+            own[-1], left[-1], n = n, 1, 1
+        while n > 1:
+            prime = next(p for p in range(2, n + 1) if n % p == 0)
+            open_ = [i for i, size in enumerate(left) if size % prime == 0]
+            if not open_:
+                return None
+            i = min(open_, key=lambda i: (own[i], -left[i]))
+            own[i], left[i], n = own[i] * prime, left[i] // prime, n // prime
+        factors.insert(0, own)
+    grid = np.empty(tuple(extent), dtype=object)
+    for device, at in zip(devices, where, strict=True):
+        grid[tuple(at)] = device
+    dimensions, axes = len(extent), len(mesh)
+    split = grid.reshape([factors[a][d] for d in range(dimensions) for a in range(axes)])
+    order = [d * axes + a for a in range(axes) for d in range(dimensions)]
+    return list(split.transpose(order).reshape(-1))
 
 
 def _compile(request: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +89,7 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     answer: dict[str, Any] = {"status": "ok", "message": ""}
     try:
-        devices = _placed(request["topology"], request.get("mesh"))
+        devices = _placed(request["topology"], request.get("mesh"), request.get("boxes", False))
         options = compiler.get_compile_options(
             num_replicas=1,
             num_partitions=len(devices),
