@@ -23,8 +23,8 @@ from torchtpu.aot.masks import simplify_attention
 __all__ = ["Graph", "GraphError", "Input", "capture"]
 
 _aten = torch.ops.aten
-_KEPT = (_aten.scaled_dot_product_attention.default, _aten.linear.default)
-"""Composite operators that have a form of their own on a TPU."""
+_KEPT = (_aten.scaled_dot_product_attention.default, _aten.linear.default, _aten.detach.default)
+"""Operators that have a form of their own here, and are not to become others."""
 _ASSERTIONS = (
     _aten._assert_tensor_metadata.default,
     _aten._assert_scalar.default,
@@ -99,6 +99,7 @@ def capture(model: torch.nn.Module, arguments: Mapping[str, Any]) -> Graph:
         prefix = PREFIX
     try:
         program = torch.export.export(model, (), dict(arguments), strict=False)
+        _detach_without_grad(program.graph)
         table = CustomDecompTable()
         for op in _KEPT:
             table.pop(op, None)
@@ -110,6 +111,20 @@ def capture(model: torch.nn.Module, arguments: Mapping[str, Any]) -> Graph:
             f"A model that is checked must not branch on the values of tensors{_where(error)}"
         ) from error
     return _read(program, model, prefix)
+
+
+def _detach_without_grad(graph: torch.fx.Graph) -> None:
+    """Mark what ``torch.no_grad`` makes: its graph is part of the others' from here on, and has no gradient."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
+        if node.args[0]:
+            continue
+        for result in list(node.users):
+            value = result.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                with graph.inserting_after(result):
+                    detached = graph.call_function(_aten.detach.default, (result,))
+                detached.meta = dict(result.meta)
+                result.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
 
 
 def _where(error: BaseException) -> str:
