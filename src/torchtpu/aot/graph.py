@@ -5,11 +5,12 @@ The graph keeps attention whole, and knows for every operator the module and the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class Graph:
         outputs: (node, its path in the result such as ``"loss"``) of what ``forward`` returns.
         writes: {name of a buffer: node of its new value}.
         blocks: dotted names of the lists of modules in the model, the outer ones first.
+        functions: names of the model's own ``torch.autograd.Function``s, whose forward alone is in the graph.
     """
 
     fx: torch.fx.Graph
@@ -76,6 +78,7 @@ class Graph:
     outputs: list[tuple[torch.fx.Node, str]]
     writes: dict[str, torch.fx.Node]
     blocks: list[str]
+    functions: list[str] = field(default_factory=list)
 
     def output(self, name: str) -> torch.fx.Node | None:
         """The node of a result by its name, or None."""
@@ -98,7 +101,8 @@ def capture(model: torch.nn.Module, arguments: Mapping[str, Any]) -> Graph:
         model, arguments = decoder, {k: v for k, v in arguments.items() if k not in decoder.caches}
         prefix = PREFIX
     try:
-        program = torch.export.export(model, (), dict(arguments), strict=False)
+        with _functions_called() as functions:
+            program = torch.export.export(model, (), dict(arguments), strict=False)
         _detach_without_grad(program.graph)
         table = CustomDecompTable()
         for op in _KEPT:
@@ -110,7 +114,28 @@ def capture(model: torch.nn.Module, arguments: Mapping[str, Any]) -> Graph:
             f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {reason}. "
             f"A model that is checked must not branch on the values of tensors{_where(error)}"
         ) from error
-    return _read(program, model, prefix)
+    graph = _read(program, model, prefix)
+    graph.functions = list(functions)
+    return graph
+
+
+@contextlib.contextmanager
+def _functions_called() -> Iterator[dict[str, None]]:
+    """Names of the ``torch.autograd.Function``s that are applied meanwhile, PyTorch's own left out."""
+    called: dict[str, None] = {}
+    kind: Any = torch.autograd.Function
+    original = kind.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            called.setdefault(cls.__qualname__)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    kind.apply = classmethod(apply)
+    try:
+        yield called
+    finally:
+        kind.apply = original
 
 
 def _detach_without_grad(graph: torch.fx.Graph) -> None:
