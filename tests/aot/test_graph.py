@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from jax.sharding import AbstractMesh, AxisType
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from torchtpu.aot.graph import Graph, GraphError, capture, module_path, source_line
+from torchtpu.aot.layout import Layout
+from torchtpu.aot.step import build_step
+from torchtpu.sharding import parse
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -192,3 +196,39 @@ def test_a_written_buffer() -> None:
         "x": ("input", False),
     }
     assert [path for _, path in graph.outputs] == ["sum"]
+
+
+class Doubles(torch.autograd.Function):
+    """Its gradient is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *g: torch.Tensor) -> torch.Tensor:
+        return g[0] * 100
+
+
+class Applies(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        applied: torch.Tensor = Doubles.apply(self.linear(x))
+        return applied
+
+
+def test_a_function_of_ones_own_is_mentioned() -> None:
+    """Its forward is in the graph; training says that its backward is not."""
+    before = torch.autograd.Function.__dict__["apply"]
+    graph = capture(Applies(), {"x": torch.empty(3, 2, device="meta")})
+    assert graph.functions == ["Doubles"]
+    assert torch.autograd.Function.__dict__["apply"] is before
+    mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
+    layout = Layout(parse("fsdp=1"), mesh, "tpu")
+    said = "the backward of Doubles is not used: what its forward computes is differentiated"
+    assert said in build_step(graph, layout, "train").assumptions
+    assert said not in build_step(graph, layout, "infer").assumptions
+    assert capture(Masked(_all), {"x": torch.empty(1, 2, 8, 4, device="meta")}).functions == []

@@ -66,6 +66,40 @@ def test_too_few_devices() -> None:
         prove(zoo.resolve("llama3-8b"), parse("tp=64"), batch=2, seq=8)
 
 
+class Stops(torch.nn.Module):
+    """Some of what it computes has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.linear(x)
+        with torch.no_grad():
+            y, rank = (x * 3).sin(), x.argsort(-1)
+        return {"loss": (x * y + x.detach().exp() * x + rank).square().mean()}
+
+
+class StopsSource(zoo.ModelSource):
+    name = "stops"
+
+    def build(self, device: Any = "meta", dtype: Any = None, seed: int = 0) -> torch.nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return Stops().to(device=device, dtype=dtype)
+
+    def example_inputs(self, kind: str, batch: int, seq: int, device: Any = "cpu", dtype: Any = None) -> dict[str, Any]:
+        return {"x": torch.linspace(-1, 1, batch * 4).view(batch, 4).to(device)}
+
+    def units(self, kind: str, batch: int, seq: int) -> zoo.Units:
+        return zoo.Units(batch, "samples")
+
+
+def test_no_gradient_through_what_is_detached() -> None:
+    proof = prove(StopsSource(), parse("fsdp=2"), batch=2, seq=1)
+    assert proof.ok and len(proof.worst) == 2, proof.text()
+
+
 def test_what_counts_as_equal() -> None:
     plan = parse("tp=2")
     assert Proof(plan, 2, 1.0, 1.00001, [("w", 1e-5)]).ok

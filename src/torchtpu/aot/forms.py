@@ -20,7 +20,7 @@ from torchtpu.lowering.families.indexing import embedding as plain_embedding
 from torchtpu.lowering.families.losses import nll_loss_forward
 from torchtpu.lowering.promotion import cast
 
-__all__ = ["attention", "embedding", "form_of", "negative_log_likelihood", "without_kernel"]
+__all__ = ["attention", "detach", "embedding", "form_of", "negative_log_likelihood", "without_kernel"]
 
 _aten = torch.ops.aten
 _LANES = 128
@@ -260,8 +260,14 @@ def embedding(
     return jnp.where((indices == padding_idx)[..., None], jax.lax.stop_gradient(found), found)
 
 
+def detach(layout: Layout, node: torch.fx.Node, self: jax.Array) -> jax.Array:
+    """The same values, through which no gradient flows: JAX differentiates the graph, not autograd."""
+    return jax.lax.stop_gradient(self)
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
     _aten.scaled_dot_product_attention.default: attention,
+    _aten.detach.default: detach,
     _aten.embedding.default: embedding,
     _aten.nll_loss_forward.default: negative_log_likelihood,
 }

@@ -5,12 +5,13 @@ The graph keeps attention whole, and knows for every operator the module and the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from torchtpu.aot.masks import simplify_attention
 __all__ = ["Graph", "GraphError", "Input", "capture"]
 
 _aten = torch.ops.aten
-_KEPT = (_aten.scaled_dot_product_attention.default, _aten.linear.default)
-"""Composite operators that have a form of their own on a TPU."""
+_KEPT = (_aten.scaled_dot_product_attention.default, _aten.linear.default, _aten.detach.default)
+"""Operators that have a form of their own here, and are not to become others."""
 _ASSERTIONS = (
     _aten._assert_tensor_metadata.default,
     _aten._assert_scalar.default,
@@ -69,6 +70,7 @@ class Graph:
         outputs: (node, its path in the result such as ``"loss"``) of what ``forward`` returns.
         writes: {name of a buffer: node of its new value}.
         blocks: dotted names of the lists of modules in the model, the outer ones first.
+        functions: names of the model's own ``torch.autograd.Function``s, whose forward alone is in the graph.
     """
 
     fx: torch.fx.Graph
@@ -77,6 +79,7 @@ class Graph:
     outputs: list[tuple[torch.fx.Node, str]]
     writes: dict[str, torch.fx.Node]
     blocks: list[str]
+    functions: list[str] = field(default_factory=list)
 
     def output(self, name: str) -> torch.fx.Node | None:
         """The node of a result by its name, or None."""
@@ -102,16 +105,53 @@ def capture(model: torch.nn.Module, arguments: Mapping[str, Any]) -> Graph:
     for op in _KEPT:
         table.pop(op, None)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _functions_called() as functions:
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # PyTorch's own use of it
-            program = torch.export.export(model, (), dict(arguments), strict=False).run_decompositions(table)
+            program = torch.export.export(model, (), dict(arguments), strict=False)
+            _detach_without_grad(program.graph)
+            program = program.run_decompositions(table)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise GraphError(
             f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {reason}. "
             f"A model that is checked must not branch on the values of tensors{_where(error)}"
         ) from error
-    return _read(program, model, prefix)
+    graph = _read(program, model, prefix)
+    graph.functions = list(functions)
+    return graph
+
+
+@contextlib.contextmanager
+def _functions_called() -> Iterator[dict[str, None]]:
+    """Names of the ``torch.autograd.Function``s that are applied meanwhile, PyTorch's own left out."""
+    called: dict[str, None] = {}
+    kind: Any = torch.autograd.Function
+    original = kind.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            called.setdefault(cls.__qualname__)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    kind.apply = classmethod(apply)
+    try:
+        yield called
+    finally:
+        kind.apply = original
+
+
+def _detach_without_grad(graph: torch.fx.Graph) -> None:
+    """Mark what ``torch.no_grad`` makes: its graph is part of the others' from here on, and has no gradient."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
+        if node.args[0]:
+            continue
+        for result in list(node.users):
+            value = result.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                with graph.inserting_after(result):
+                    detached = graph.call_function(_aten.detach.default, (result,))
+                detached.meta = dict(result.meta)
+                result.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
 
 
 def _where(error: BaseException) -> str:

@@ -143,6 +143,10 @@ def build_step(graph: Graph, layout: Layout, kind: str, remat: str = "full") -> 
             raise ValueError("no parameter of the model asks for a gradient")
         whole = layout.sharding(())
         state |= {"m": moments, "v": dict(moments), "count": jax.ShapeDtypeStruct((), np.int32, sharding=whole)}
+        if graph.functions:
+            assumptions.append(
+                f"the backward of {', '.join(graph.functions)} is not used: what its forward computes is differentiated"
+            )
         assumptions.append("the optimizer is AdamW with moments in float32; gradients are not clipped")
         if remat != "none" and evaluator.loops:
             kept = "matrix products and " if remat == "dots" else ""
