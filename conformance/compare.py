@@ -33,8 +33,8 @@ class Verdict:
     strides: str | None = None
 
 
-def tolerances(info: Any, name: str) -> Tolerance:
-    """The database's own overrides for CPU tests of an entry, then the visible table's."""
+def tolerances(info: Any, name: str, suite: str = "") -> Tolerance:
+    """The database's own overrides for CPU tests of an entry, then the visible table's for a suite."""
     found: Tolerance = {}
     for decorate in getattr(info, "decorators", ()) or ():
         if isinstance(decorate, DecorateInfo):
@@ -54,7 +54,7 @@ def tolerances(info: Any, name: str) -> Tolerance:
                 old = found.get(dtype, (0.0, 0.0))
                 found[dtype] = (max(rtol, old[0]), max(atol, old[1]))
     for override in OVERRIDES:
-        if override.matches(name):
+        if override.matches(name, suite):
             for dtype in override.dtypes:
                 old = found.get(dtype, (0.0, 0.0))
                 found[dtype] = (max(override.rtol, old[0]), max(override.atol, old[1]))

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from conformance.case import Case
 from conformance.compare import Tolerance, tolerances
 from conformance.suites import Suite
-from conformance.tolerances import CPU_IGNORES_STRIDES, NOT_EXPANDED, is_random
+from conformance.tolerances import ANY_EQUAL, CPU_IGNORES_STRIDES, NOT_DIFFERENTIATED, NOT_EXPANDED, is_random
+from conformance.transfer import copied
 
 __all__ = ["SUITES", "full_name"]
 
@@ -50,6 +51,13 @@ def _inputs(sample: Any) -> tuple[Any, ...]:
     return sample.input, tuple(sample.args), dict(sample.kwargs)
 
 
+def _leaves(sample: Any) -> tuple[Any, ...]:
+    """The inputs as leaves of the graph, as their copies on the device are: the database passes slices of a tensor that
+    requires grad, taken without recording them, and PyTorch finds no gradient of some.
+    """
+    return copied(_inputs(sample))
+
+
 def _sample_is_random(info: Any, sample: Any) -> bool:
     """Random entries, and attention that drops out; the database seeds those inside the call, so they look constant."""
     dropout = sample.kwargs.get("dropout_p") or (
@@ -60,12 +68,12 @@ def _sample_is_random(info: Any, sample: Any) -> bool:
 
 def essence(info: Any, sample: Any) -> Callable[[Any], Any]:
     """What of a result is unique, for results that differ: asked only then."""
-    if info.name in ("kthvalue", "topk") or (info.name == "sort" and not sample.kwargs.get("stable")):
-        position = 0 if info.name == "sort" else 1
+    if info.name in ANY_EQUAL and not sample.kwargs.get("stable"):
+        position, _ = ANY_EQUAL[info.name]
         dim = sample.kwargs.get("dim", sample.args[position] if len(sample.args) > position else -1)
 
         def values(result: Any) -> Any:
-            """The values, and those at the indices: which of several equal elements is meant is open."""
+            """The values, and those at the indices."""
             index = result[1] if result[1].dim() == sample.input.dim() else result[1].unsqueeze(dim)
             return result[0], sample.input.to(index.device).gather(dim, index)
 
@@ -223,6 +231,8 @@ def wrapped(info: Any, process: Callable[[Any], Any]) -> Callable[..., Any]:
 
 def _grad(info: Any, dtype: torch.dtype) -> Cases:
     for label, sample in samples(info, dtype, requires_grad=True):
+        if (info.name, dtype, next((a for a in sample.args if isinstance(a, float)), None)) in NOT_DIFFERENTIATED:
+            continue
         function = wrapped(info, sample.output_process_fn_grad)
 
         def run(input: Any, args: Any, kwargs: Any, function: Any = function) -> Any:
@@ -233,7 +243,7 @@ def _grad(info: Any, dtype: torch.dtype) -> Cases:
             grads = [cotangent(o, n) for n, o in enumerate(outs)]
             return torch.autograd.grad(outs, leaves, grads, allow_unused=True)
 
-        yield Case(label, run, _inputs(sample), exact=not _sample_is_random(info, sample))
+        yield Case(label, run, _leaves(sample), exact=not _sample_is_random(info, sample))
 
 
 def _forward_grad(info: Any, dtype: torch.dtype) -> Cases:
@@ -250,7 +260,7 @@ def _forward_grad(info: Any, dtype: torch.dtype) -> Cases:
                 out = function(*tree_map(dual, (input, args, kwargs)))
                 return [fwAD.unpack_dual(t).tangent for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
 
-        yield Case(label, run, _inputs(sample), exact=not _sample_is_random(info, sample))
+        yield Case(label, run, _leaves(sample), exact=not _sample_is_random(info, sample))
 
 
 def _errors(info: Any, dtype: torch.dtype) -> Cases:
@@ -283,13 +293,15 @@ def _differentiable_dtypes(info: Any) -> list[torch.dtype]:
     return [d for d in wanted if info.supports_autograd and d in info.supported_backward_dtypes("cpu")]
 
 
-def _suite(cases: Callable[[Any, torch.dtype], Cases], dtypes: Callable[[Any], list[torch.dtype]]) -> Suite:
+def _suite(
+    cases: Callable[[Any, torch.dtype], Cases], dtypes: Callable[[Any], list[torch.dtype]], suite: str = ""
+) -> Suite:
     def tasks() -> list[tuple[str, str]]:
         return [(name, short(d)) for name, info in entries().items() for d in sorted(dtypes(info), key=str)]
 
     def of(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
         info = entries()[entry]
-        return cases(info, getattr(torch, dtype)), tolerances(info, entry)
+        return cases(info, getattr(torch, dtype)), tolerances(info, entry, suite)
 
     return Suite(tasks, of)
 
@@ -309,9 +321,9 @@ SUITES: dict[str, Suite] = {
     "out": _suite(_out, lambda i: _main_dtype(i) if i.supports_out else []),
     "inplace": _suite(_inplace, lambda i: _main_dtype(i) if i.inplace_variant is not None else []),
     "noncontig": _suite(_noncontiguous, _main_dtype),
-    "grad": _suite(_grad, _differentiable_dtypes),
+    "grad": _suite(_grad, _differentiable_dtypes, "grad"),
     "forward_grad": _suite(
-        _forward_grad, lambda i: [d for d in _differentiable_dtypes(i)[:1] if i.supports_forward_ad]
+        _forward_grad, lambda i: [d for d in _differentiable_dtypes(i)[:1] if i.supports_forward_ad], "forward_grad"
     ),
     "errors": _suite(_errors, lambda i: _main_dtype(i) if i.error_inputs_func is not None else []),
     "views": _suite(_views, _main_dtype),

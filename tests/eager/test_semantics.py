@@ -104,6 +104,81 @@ def test_in_place_checks_the_result_type():
         x.add_(1.5)
 
 
+FILLS = {
+    "masked_fill": lambda x, v: x.masked_fill(torch.ones_like(x, dtype=torch.bool), v),
+    "masked_fill of a tensor": lambda x, v: x.masked_fill(
+        torch.ones_like(x, dtype=torch.bool), torch.tensor(v, device=x.device)
+    ),
+    "fill_": lambda x, v: x.fill_(v),
+    "fill_ of a tensor": lambda x, v: x.fill_(torch.tensor(v, device=x.device)),
+    "index_fill": lambda x, v: x.index_fill(0, torch.tensor([0], device=x.device), v),
+    "full_like": lambda x, v: torch.full_like(x, v),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize(
+    "dtype, values",
+    [
+        (torch.uint8, (300, -255, -300, 2.5)),
+        (torch.int32, (2**31, -(2**31))),
+        (torch.int64, (-5, 1e30, 1j)),
+        (torch.float16, (1e5, float("inf"), 300)),
+        (torch.bool, (300, 1e30)),
+    ],
+    ids=str,
+)
+def test_numbers_that_do_not_fit_raise_as_on_cpu(fill, dtype, values):
+    def result(device, value):
+        try:
+            filled = FILLS[fill](torch.zeros(2, dtype=dtype, device=device), value).cpu()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        return filled.tolist()
+
+    for value in values:
+        if "tensor" in fill and fill.startswith("fill_") and isinstance(value, float) and dtype is torch.int64:
+            continue  # a copy of a float beyond int64 is undefined in C++
+        assert result("tpu", value) == result("cpu", value), value
+
+
+def test_booleans_are_not_subtracted():
+    def message(f, device):
+        with pytest.raises(RuntimeError, match="Subtraction, the `-` operator, with") as raised:
+            f(torch.ones(2, device=device), torch.ones(2, dtype=torch.bool, device=device))
+        return str(raised.value).splitlines()[0]
+
+    for f in (
+        lambda x, flag: x - True,
+        lambda x, flag: x.sub_(flag),
+        lambda x, flag: 1 - flag,
+        lambda x, flag: flag - flag,
+        lambda x, flag: torch._foreach_sub_([x], True),
+        lambda x, flag: torch._foreach_sub([x], [flag]),
+    ):
+        assert message(f, "tpu") == message(f, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
+def test_scaled_mm_computes_in_the_dtype_of_its_out(dtype):
+    x, y = (torch.randn(16, 16).mul(40).to(torch.float8_e4m3fn) for _ in range(2))
+    results = []
+    for device in ("cpu", "tpu"):
+        out, one = torch.zeros(16, 16, dtype=dtype, device=device), torch.ones((), device=device)
+        torch._scaled_mm(x.to(device), y.to(device).t(), one, one, out=out)
+        results.append(out.cpu().float())
+    assert_close(results[1], results[0], rtol=1e-2, atol=1e-2)
+    with pytest.raises(ValueError, match="out_dtype must match"):
+        torch._scaled_mm(
+            x.to("tpu"),
+            y.to("tpu").t(),
+            one,
+            one,
+            out_dtype=torch.float16,
+            out=torch.zeros(16, 16, dtype=dtype, device="tpu"),
+        )
+
+
 def test_shape_errors_read_like_pytorch():
     for f in (lambda a, b: a + b, torch.mm, lambda a, b: torch.cat([a, b], 1)):
         a, b = torch.ones(2, 3), torch.ones(4, 5)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from checker import check, sweep
+from checker import check, run_lowering, sweep
 
 from torchtpu.lowering.registry import find
 
@@ -55,6 +55,13 @@ def test_zeta_between_its_poles() -> None:
 @pytest.mark.parametrize("n", [0, 1, 2, 3])
 def test_polygamma(n: int) -> None:
     check(aten.polygamma.default, n, torch.tensor([0.25, 0.5, 1.0, 3.0, 10.0, math.inf] + [-0.3] * (n < 2)))
+
+
+def test_polygamma_where_terms_cancel() -> None:
+    x = torch.tensor([-8.5, -3.5, -0.5], dtype=torch.bfloat16)
+    exact = torch.polygamma(4, x.double())
+    actual = run_lowering(aten.polygamma.default, 4, x)
+    torch.testing.assert_close(actual.double(), exact, rtol=2**-7, atol=0)
 
 
 def test_integers_become_floats() -> None:

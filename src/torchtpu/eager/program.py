@@ -293,8 +293,11 @@ class Meta:
     dtype: torch.dtype
 
 
-OUT_DECIDES = {f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nansum", "prod", "sum")}
-"""Operators that compute in the dtype of an out= argument where no dtype is given."""
+OUT_DECIDES = {
+    **{f"aten::{name}": "dtype" for name in ("cumprod", "cumsum", "mean", "nansum", "prod", "sum")},
+    "aten::_scaled_mm": "out_dtype",
+}
+"""Operators that compute in the dtype of an out= argument where no dtype is given, and what that argument is called."""
 
 
 def trace_function(
@@ -316,8 +319,13 @@ def trace_function(
         dropped = derived.dropped if derived is not None else frozenset()
         args = tuple(value(x) for n, x in zip(names, call.args, strict=False) if n not in dropped)
         kwargs = {n: value(x) for n, x in call.kwargs.items() if n not in dropped}
-        if target._schema.name in OUT_DECIDES and dropped and kwargs.get("dtype") is None:
-            kwargs["dtype"] = given_names["out"].dtype
+        asked = OUT_DECIDES.get(target._schema.name)
+        if asked is not None and dropped and given_names.get(asked) is None:
+            at, dtype = names.index(asked), given_names["out"].dtype
+            if at < len(args):
+                args = (*args[:at], dtype, *args[at + 1 :])
+            else:
+                kwargs[asked] = dtype
         with tracing(trace):
             result = apply(target, args, kwargs)
         results = list(result) if len(target._schema.returns) > 1 else [result]

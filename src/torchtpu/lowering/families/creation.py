@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from torchtpu.lowering.conversion import converted
 from torchtpu.lowering.dtypes import complex_of, default_float, to_jax
-from torchtpu.lowering.promotion import cast, promote
+from torchtpu.lowering.promotion import cast, is_number, promote
 from torchtpu.lowering.registry import lowering
 from torchtpu.lowering.sizes import is_open
 
@@ -33,17 +34,17 @@ def _or_default(dtype: torch.dtype | None) -> np.dtype:
 
 @lowering("full")
 def full(size, fill_value, dtype=None):
-    return jnp.broadcast_to(cast(fill_value, _number_dtype(fill_value) if dtype is None else to_jax(dtype)), size)
+    return jnp.broadcast_to(converted(fill_value, _number_dtype(fill_value) if dtype is None else to_jax(dtype)), size)
 
 
 @lowering("full_like")
 def full_like(self, fill_value, dtype=None, memory_format=None):
-    return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else to_jax(dtype)), self.shape)
+    return jnp.broadcast_to(converted(fill_value, self.dtype if dtype is None else to_jax(dtype)), self.shape)
 
 
 @lowering("new_full")
 def new_full(self, size, fill_value, dtype=None):
-    return jnp.broadcast_to(cast(fill_value, self.dtype if dtype is None else to_jax(dtype)), size)
+    return jnp.broadcast_to(converted(fill_value, self.dtype if dtype is None else to_jax(dtype)), size)
 
 
 def _constants(number: int, sized: tuple[str, ...], like: tuple[str, ...], new: tuple[str, ...]) -> None:
@@ -79,7 +80,9 @@ def scalar_tensor(s, dtype=None):
 
 @lowering("fill.Scalar", "fill.Tensor")
 def fill(self, value):
-    return jnp.broadcast_to(cast(value, self.dtype), self.shape)
+    """A number must fit into the dtype; a tensor is converted as ``copy_`` does, which wraps."""
+    fit = converted if is_number(value) else cast
+    return jnp.broadcast_to(fit(value, self.dtype), self.shape)
 
 
 @lowering("zero")

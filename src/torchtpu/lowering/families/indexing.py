@@ -8,6 +8,7 @@ import numpy as np
 from torch._prims_common import canonicalize_dim
 
 from torchtpu.lowering.context import check_index
+from torchtpu.lowering.conversion import converted
 from torchtpu.lowering.promotion import cast
 from torchtpu.lowering.registry import lowering
 
@@ -130,7 +131,7 @@ def nonzero_static(self, size, fill_value=-1):
 @lowering("masked_fill.Scalar", "masked_fill.Tensor")
 def masked_fill(self, mask, value):
     x, mask = jnp.broadcast_arrays(self, mask)
-    return jnp.where(mask, cast(value, self.dtype), x)
+    return jnp.where(mask, converted(value, self.dtype), x)
 
 
 def _rank_in_mask(mask: jax.Array) -> jax.Array:

@@ -50,14 +50,35 @@ def add(self, other, alpha=1):
     return cast(x + scaled(y, alpha), result)
 
 
+def _subtractable(*args: Any) -> None:
+    """PyTorch's rule (``at::native::sub_check``): booleans are not subtracted.
+
+    Raises:
+        RuntimeError: an argument is boolean.
+    """
+    booleans = sum(isinstance(a, bool) or getattr(a, "dtype", None) == np.bool_ for a in args)
+    if booleans == len(args):
+        raise RuntimeError(
+            "Subtraction, the `-` operator, with two bool tensors is not supported. "
+            "Use the `^` or `logical_xor()` operator instead."
+        )
+    if booleans:
+        raise RuntimeError(
+            "Subtraction, the `-` operator, with a bool tensor is not supported. "
+            "If you are trying to invert a mask, use the `~` or `logical_not()` operator instead."
+        )
+
+
 @lowering("sub.Tensor", "sub.Scalar")
 def sub(self, other, alpha=1):
+    _subtractable(self, other)
     (x, y), result = promote(self, other)
     return cast(x - scaled(y, alpha), result)
 
 
 @lowering("rsub.Tensor", "rsub.Scalar")
 def rsub(self, other, alpha=1):
+    _subtractable(self, other)
     (x, y), result = promote(self, other)
     return cast(y - scaled(x, alpha), result)
 

@@ -10,6 +10,7 @@ import numpy as np
 from torch._prims_common import canonicalize_dim
 
 from torchtpu.lowering.context import check_index
+from torchtpu.lowering.conversion import converted
 from torchtpu.lowering.families.indexing import OUT_OF_BOUNDS, advanced_index, at_least_1d, is_mask
 from torchtpu.lowering.promotion import cast
 from torchtpu.lowering.registry import lowering
@@ -141,8 +142,10 @@ def index_copy(self, dim, index, source):
 
 @lowering("index_fill.int_Scalar", "index_fill.int_Tensor")
 def index_fill(self, dim, index, value):
+    if jnp.asarray(value).dtype.kind == "c" and self.dtype.kind != "c":
+        raise RuntimeError("index_fill_(): Converting complex Scalar to non-complex type is not supported")
     x, at = _along(self, dim, index, OUT_OF_BOUNDS, negative=True)
-    return write(x, at, value).reshape(self.shape)
+    return write(x, at, converted(value, x.dtype)).reshape(self.shape)
 
 
 @lowering("index_reduce")

@@ -30,18 +30,26 @@ def digamma_values(x: Array) -> Array:
 def zeta_values(x: Array, q: Array) -> Array:
     """Hurwitz's zeta function: undefined below x = 1, infinite at the poles q = 0, -1, -2, ...
 
-    Between the poles, for whole x, terms are added until q is positive, where the series of ``lax.zeta`` holds.
+    Between the poles, for whole x, terms are added until q is 1 or more, where the series of ``lax.zeta`` is small. For
+    odd x those on the two sides of 0 have opposite signs and may cancel, so the sum keeps its rounding errors (Knuth's
+    TwoSum).
     """
     between = (q < 0) & (q > -1000) & (x > 1) & (x == jnp.floor(x))
 
-    def add(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        total, q = state
-        more = between & (q < 0)
-        return total + jnp.where(more, lax.pow(jnp.where(more, q, 1), -x), 0), jnp.where(more, q + 1, q)
+    def add(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        total, lost, q = state
+        more = between & (q < 1)
+        term = jnp.where(more, lax.pow(jnp.where(more & (q != 0), q, 1), -x), 0)
+        wider = total + term
+        added = wider - total
+        lost += (total - (wider - added)) + (term - added)
+        return wider, lost, jnp.where(more, q + 1, q)
 
-    terms, shifted = lax.while_loop(lambda s: (between & (s[1] < 0)).any(), add, (jnp.zeros_like(q), q))
+    start = (jnp.zeros_like(q), jnp.zeros_like(q), q)
+    terms, lost, shifted = lax.while_loop(lambda s: (between & (s[2] < 1)).any(), add, start)
     pole = (q <= 0) & (q == jnp.floor(q))
-    return jnp.where(x < 1, jnp.nan, jnp.where(pole & (x >= 1), jnp.inf, terms + lax.zeta(x, shifted)))
+    series = terms + (lost + lax.zeta(x, shifted))
+    return jnp.where(x < 1, jnp.nan, jnp.where(pole & (x >= 1), jnp.inf, series))
 
 
 def trigamma_values(x: Array) -> Array:
