@@ -147,8 +147,10 @@ def check(
         with progress(f"lowering for {topology.chip.generation}"), _timed(timing, "lower"):
             counts = count(step.jaxpr())
             text = step.stablehlo()
-    except NoLowering as error:
-        return dataclasses.replace(report, status="lower", message=str(error))
+    except Exception as error:  # whatever JAX or a lowering says, it is what the model cannot do
+        reason = str(error).strip().split("\n")[0]
+        named = reason if isinstance(error, NoLowering) else f"{type(error).__name__}: {reason}"
+        return dataclasses.replace(report, status="lower", message=named)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchtpu-check-"))
         compiler = compiler or stack.enter_context(Compiler(request.timeout))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchtpu.aot.evaluate import Evaluator, Value
-from torchtpu.aot.graph import Graph
+from torchtpu.aot.graph import Graph, GraphError
 from torchtpu.aot.layout import Layout
 from torchtpu.compile.draws import takes_draws
 from torchtpu.lowering.dtypes import to_jax
@@ -98,7 +98,7 @@ def build_step(graph: Graph, layout: Layout, kind: str, remat: str = "full") -> 
 
     Raises:
         PlanError: the plan does not divide a tensor.
-        ValueError: training, and the model has no result to train on.
+        GraphError: training, and the model has no result or no parameter to train on.
     """
     evaluator = Evaluator(graph, layout, remat)
     by_kind = {k: [v for v in evaluator.values if v.kind == k] for k in ("parameter", "buffer", "input")}
@@ -140,7 +140,7 @@ def build_step(graph: Graph, layout: Layout, kind: str, remat: str = "full") -> 
     if kind == "train":
         moments = {v.name: _type(v, layout, np.float32) for v in by_kind["parameter"] if v.trained}
         if not moments:
-            raise ValueError("no parameter of the model asks for a gradient")
+            raise GraphError("no parameter of the model asks for a gradient, so there is nothing to train (--infer)")
         whole = layout.sharding(())
         state |= {"m": moments, "v": dict(moments), "count": jax.ShapeDtypeStruct((), np.int32, sharding=whole)}
         if graph.functions:
@@ -182,7 +182,7 @@ def _loss(graph: Graph, assumptions: list[str]) -> Callable[[Mapping[str, Any]],
                     f"the model returns no loss; the mean square of its result {path or '0'} is trained on"
                 )
             return lambda outputs: jnp.mean(jnp.square(outputs[path].astype(jnp.float32)))
-    raise ValueError("the model returns nothing that can be trained on: no floating-point result")
+    raise GraphError("the model returns nothing that can be trained on: no floating-point result (--infer)")
 
 
 def _result_shardings(graph: Graph, layout: Layout, kind: str) -> dict[str, Any]:
