@@ -1,6 +1,6 @@
 """Compile a training step of every model of the zoo, cut down in size, for each supported generation of TPU.
 
-``python -m conformance.checks run`` adds what is missing to ``results/checks.jsonl``; ``report`` writes
+``python -m conformance.checks run`` adds what is missing to ``results/checks/models.jsonl``; ``report`` writes
 docs/tpu-models.md.
 """
 
@@ -18,7 +18,7 @@ from torchtpu.aot import check as checks
 from torchtpu.aot.graph import GraphError
 from torchtpu.sharding import PlanError, parse
 
-RESULTS = Path(__file__).parent / "results" / "checks.jsonl"
+RESULTS = Path(__file__).parent / "results" / "checks" / "models.jsonl"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "tpu-models.md"
 PLAN = "fsdp,tp=2"
 KINDS = ("train", "infer")
