@@ -74,8 +74,8 @@ def _overflows(value: Any, dtype: np.dtype) -> Any:
                 return None
             above = x > limits.max if given.max > limits.max else lib.zeros_like(x, dtype=bool)
             return above | (x < low) if given.min < low else above
-        low = -float(limits.max) if dtype.kind == "u" else float(limits.min)
-        return lib.isnan(x) | (x < low) | (x > float(limits.max))
+        least = -float(limits.max) if dtype.kind == "u" else float(limits.min)
+        return lib.isnan(x) | (x < least) | (x > float(limits.max))
     if dtype == np.float16 and x.dtype != dtype and x.dtype.kind != "b":
         return (abs(x) > float(np.finfo(np.float16).max)) & lib.isfinite(x)
     return None
