@@ -1,6 +1,6 @@
 """Compile a training step of every model of the zoo, cut down in size, for each supported generation of TPU.
 
-``python -m conformance.checks run`` adds what is missing to ``results/checks.jsonl``; ``report`` writes
+``python -m conformance.checks run`` adds what is missing to ``results/checks/models.jsonl``; ``report`` writes
 docs/tpu-models.md.
 """
 
@@ -23,7 +23,7 @@ from torchtpu.sharding import PlanError, parse
 TESTED = ("llama", "qwen3", "qwen3_moe", "gpt2", "bert", "vit", "resnet", "whisper")
 """The models of the test suite (tests/models/zoo.py), which trains each on the device and compares it with the CPU."""
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
-RESULTS = Path(__file__).parent / "results" / "checks.jsonl"
+RESULTS = Path(__file__).parent / "results" / "checks" / "models.jsonl"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "tpu-models.md"
 PLAN, PLAN_OF_TESTS = "fsdp,tp=2", "fsdp=2,tp"  # the batches of the test suite have two samples
 KINDS = ("train",)

@@ -80,6 +80,15 @@ OVERRIDES: tuple[Override, ...] = (
         "log-likelihoods near -150 carry 1e-5 of rounding a step, on the CPU as well",
     ),
     Override(
+        r"torch\._scaled_mm",
+        (torch.int32,),
+        0,
+        1,
+        "an integer out holds sums in float32 cut to whole numbers: where one is within rounding of a whole number, "
+        "either neighbour is right",
+        ("out",),
+    ),
+    Override(
         r"logcumsumexp",
         (_C64,),
         2e-3,

@@ -318,7 +318,7 @@ def _main_dtype(info: Any) -> list[torch.dtype]:
 
 SUITES: dict[str, Suite] = {
     "ops": _suite(_forward, _supported),
-    "out": _suite(_out, lambda i: _main_dtype(i) if i.supports_out else []),
+    "out": _suite(_out, lambda i: _main_dtype(i) if i.supports_out else [], "out"),
     "inplace": _suite(_inplace, lambda i: _main_dtype(i) if i.inplace_variant is not None else []),
     "noncontig": _suite(_noncontiguous, _main_dtype),
     "grad": _suite(_grad, _differentiable_dtypes, "grad"),

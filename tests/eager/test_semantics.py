@@ -159,6 +159,16 @@ def test_booleans_are_not_subtracted():
         assert message(f, "tpu") == message(f, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+def test_too_large_a_number_becomes_the_largest_of_float8_e4m3fn(dtype):
+    x = torch.tensor([1e6, -1e6, 470, 448, 3, 0]).to(dtype)
+    if dtype.is_floating_point:
+        x = torch.cat([x, torch.tensor([float("inf"), float("nan")], dtype=dtype)])
+    y = torch.zeros(x.shape, dtype=torch.float8_e4m3fn, device="tpu").copy_(x.to("tpu"))
+    for result in (x.to("tpu").to(torch.float8_e4m3fn), y):
+        assert_close(result.cpu().float(), x.to(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
 def test_scaled_mm_computes_in_the_dtype_of_its_out(dtype):
     x, y = (torch.randn(16, 16).mul(40).to(torch.float8_e4m3fn) for _ in range(2))

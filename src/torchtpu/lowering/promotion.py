@@ -44,12 +44,14 @@ def dtypes(*args: Any, kind: Kind = Kind.DEFAULT) -> tuple[np.dtype, np.dtype]:
 
 
 def cast(x: Any, dtype: np.dtype) -> jax.Array:
-    """``x`` as a strongly typed array of ``dtype``; complex to real keeps the real part, and to bool asks for zero, as
-    PyTorch does.
+    """``x`` as a strongly typed array of ``dtype``; complex to real keeps the real part, to bool asks for zero, and
+    what is too large for float8_e4m3fn becomes its largest number, as PyTorch does.
     """
     x = jnp.asarray(x)
     if x.dtype.kind == "c" and np.dtype(dtype).kind != "c":
         x = x != 0 if np.dtype(dtype).kind == "b" else x.real
+    if np.dtype(dtype) == jnp.float8_e4m3fn and x.dtype.itemsize > 1:  # XLA makes NaN of it
+        x = jnp.clip(x, -448, 448)
     return jax.lax.convert_element_type(x, np.dtype(dtype))
 
 

@@ -174,7 +174,7 @@ def scaled_mm(self, mat2, scale_a, scale_b, bias=None, scale_result=None, out_dt
     dtype = self.dtype if out_dtype is None else to_jax(out_dtype)
     if scale_result is not None and dtype.itemsize == 1:
         acc = acc / cast(scale_result, jnp.float32).reshape(())
-    if dtype in (jnp.float8_e4m3fn, jnp.float8_e4m3fnuz):  # no infinity: too large a number becomes the largest
+    if dtype == jnp.float8_e4m3fnuz:  # no infinity: too large a number becomes the largest
         acc = jnp.clip(acc, -jnp.finfo(dtype).max.astype(acc.dtype), jnp.finfo(dtype).max.astype(acc.dtype))
     return cast(acc, dtype)
 
