@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch.testing import assert_close
-from zoo import MODELS, Batch, build
 
 import torchtpu  # noqa: F401
+from zoo import MODELS, Batch, build
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3),
