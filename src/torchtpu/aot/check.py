@@ -195,6 +195,7 @@ def _analyse(
         memory=hlo.memory,
         coordinates=result.coordinates,
         tokens=units,
+        model_flops=_model_flops(counts, step),
     )
     report.findings = find(step, counts, hlo, report.prediction, topology)
     report.fits = _fits(traced, topology, step.plan, report.memory)
@@ -210,6 +211,21 @@ def _analyse(
         )
     if request.kind != "train":
         report.assumptions.append("Inputs lie on the device already; tokens are not sampled in the step.")
+
+
+def _model_flops(counts: Counts, step: Step) -> float | None:
+    """Products that the model needs: of experts, without those for room that holds no token. None: all that count."""
+    capacity = step.plan.capacity
+    nodes = step.evaluator.scopes
+    experts_of = [s for s, n in nodes.items() if n.target is torch.ops.torchtpu.experts.default]
+    if not experts_of or step.plan.experts is None or capacity is None or capacity <= 1:
+        return None
+    spent = sum(
+        op.flops
+        for op in counts.ops
+        if op.is_mxu and op.phase != "recompute" and any(scope in op.scope for scope in experts_of)
+    )
+    return counts.mxu_flops("forward", "backward") - spent * (1 - 1 / capacity)
 
 
 def _layout(plan: Plan) -> Layout:
