@@ -21,12 +21,13 @@ def pytest_sessionstart() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fallbacks_of_one_test() -> Iterator[None]:
-    """Operators that a test runs on the CPU on purpose do not count in the next."""
+def state_of_one_test() -> Iterator[None]:
+    """Operators that a test runs on the CPU on purpose do not count in the next, nor do sizes that it saw change."""
     yield
     import torch
 
-    from torchtpu.eager import fallback
+    from torchtpu.eager import fallback, growth
 
+    growth.forget()
     if torch.tpu.fallback_count():
         fallback.reset_fallbacks()

@@ -151,6 +151,14 @@ def _products(ctx: Context, node: torch.fx.Node) -> Iterator[_Sizes]:
         k, n = dims[-2:]
         if 1 not in (rows, k.size, n.size):  # with a vector it is no work for the matrix unit
             yield _Sizes(m, k, n, weight, int(a.shape[0]) if a.ndim == 3 else 1)
+    elif node.target is _aten.linear.default:
+        a, found = tensor(node.args[0]), ctx.weight(node.args[1])
+        if a is None or found is None or len(found[1]) != 2:
+            return
+        n, k = found[1]
+        rows = a.numel() // int(a.shape[-1])
+        if 1 not in (rows, k.size, n.size):
+            yield _Sizes(max(1, rows // batch_parts), k, n, found[0])
     elif node.target is _aten.convolution.default:
         found, result = ctx.weight(node.args[1]), tensor(node)
         if found is None or result is None or node.args[6]:
@@ -394,6 +402,8 @@ def _is_float32(node: torch.fx.Node) -> bool:
     bfloat16 before a product, as the gradient of a product of bfloat16 has it."""
     found = []
     taken: tuple[int, ...] | None = _OPERANDS.get(cast(OpOverload, node.target))
+    if node.target is _aten.linear.default:
+        taken = 0, 1
     if node.target is _aten.convolution.default:
         taken = (0, 1)
     elif node.target is _ATTENTION:

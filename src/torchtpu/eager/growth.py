@@ -17,13 +17,19 @@ from torchtpu.eager.schema import Derived
 if TYPE_CHECKING:
     from torchtpu.eager.program import Call, Program
 
-__all__ = ["Shape", "explains", "measure", "refuse", "sizes_among", "varying"]
+__all__ = ["Shape", "explains", "forget", "measure", "refuse", "sizes_among", "varying"]
 
 Shape = tuple[Any, tuple[int, ...]]
 """An operator call without its sizes, and the sizes: those of its tensors, and arguments that are sizes."""
 
 _varying: dict[Any, frozenset[int]] = {}
 _refused: set[Any] = set()
+
+
+def forget() -> None:
+    """Forget which calls have had several sizes: each begins anew as a program of one size."""
+    _varying.clear()
+    _refused.clear()
 
 
 def measure(call: Call, flags: dict[str, bool], derived: Derived | None) -> Shape | None:
