@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtpu.distributed.errors import CollectiveError
+
 __all__ = ["SharedMemory"]
 
 _SMALLEST = 1 << 20
@@ -79,7 +81,10 @@ class SharedMemory:
         known = self._peers.get((rank, half))
         # A descriptor comes again when its segment was replaced by a larger one.
         if known is None or known[0] != descriptor or known[1].numel() < nbytes:
-            opened = os.open(self._path(rank, descriptor), os.O_RDWR)
+            try:
+                opened = os.open(self._path(rank, descriptor), os.O_RDWR)
+            except OSError as error:  # it ended after it said what it would share
+                raise CollectiveError(f"rank {rank} has gone: its memory cannot be read") from error
             try:
                 known = self._peers[rank, half] = descriptor, _mapped(opened)
             finally:
