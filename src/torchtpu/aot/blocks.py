@@ -68,7 +68,13 @@ class Loop:
 
 
 def find_loops(graph: Graph) -> list[Loop]:
-    """The loops of a graph, in the order in which they run."""
+    """The loops of a graph, in the order in which they run. They do not depend on a plan, and are looked for once."""
+    if graph.loops is None:
+        graph.loops = _find(graph)
+    return graph.loops
+
+
+def _find(graph: Graph) -> list[Loop]:
     loops: list[Loop] = []
     taken: list[str] = []
     for name in graph.blocks:

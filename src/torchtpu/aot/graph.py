@@ -71,6 +71,7 @@ class Graph:
         writes: {name of a buffer: node of its new value}.
         blocks: dotted names of the lists of modules in the model, the outer ones first.
         functions: names of the model's own ``torch.autograd.Function``s, whose forward alone is in the graph.
+        loops: what ``blocks.find_loops`` found in it; None until it has looked.
     """
 
     fx: torch.fx.Graph
@@ -80,6 +81,7 @@ class Graph:
     writes: dict[str, torch.fx.Node]
     blocks: list[str]
     functions: list[str] = field(default_factory=list)
+    loops: list[Any] | None = field(default=None, repr=False, compare=False)
 
     def output(self, name: str) -> torch.fx.Node | None:
         """The node of a result by its name, or None."""

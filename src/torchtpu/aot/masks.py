@@ -97,8 +97,8 @@ def _kind(mask: torch.fx.Node, constants: Mapping[torch.fx.Node, Any]) -> tuple[
     return "other", 0
 
 
-def _needed(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """A node and what it depends on, in the order of the graph."""
+def _needed(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """A node and what it depends on."""
     seen = {node}
     pending = [node]
     while pending:
@@ -106,7 +106,7 @@ def _needed(node: torch.fx.Node) -> list[torch.fx.Node]:
             if n not in seen:
                 seen.add(n)
                 pending.append(n)
-    return [n for n in node.graph.nodes if n in seen]
+    return seen
 
 
 class _Sample:
