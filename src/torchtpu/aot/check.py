@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import inspect
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import torch
 from jax.sharding import AbstractMesh, AxisType
 
-import torchtpu
 from torchtpu.aot.compile import Compiler, Result
 from torchtpu.aot.count import Counts, count
 from torchtpu.aot.evaluate import Evaluator
@@ -35,6 +32,7 @@ from torchtpu.integrations import experts
 from torchtpu.lowering.apply import NoLowering
 from torchtpu.sharding import Plan, PlanError, parse, preset
 from torchtpu.zoo import ModelSource, count_parameters
+from torchtpu_cli import versions
 
 __all__ = ["Request", "Traced", "candidates", "check", "search", "trace"]
 
@@ -267,7 +265,7 @@ def _blank(traced: Traced, topology: Topology, plan: Plan, timing: Timing) -> Re
         plan_name=plan.name,
         loops=[],
         timing=timing,
-        versions=_versions(),
+        versions=versions(),
     )
 
 
@@ -321,8 +319,8 @@ def _fits(traced: Traced, topology: Topology, plan: Plan, memory: MemoryUse | No
             continue
         layout = _layout(resized)
         step_values = Evaluator(traced.graph, layout).values
-        weights = sum(_bytes(v.shape, v.dtype, resized, v.spec) for v in step_values)
-        moments = sum(_bytes(v.shape, torch.float32, resized, v.spec) for v in step_values if v.trained)
+        weights = sum(resized.bytes(v.shape, v.dtype.itemsize, v.spec) for v in step_values)
+        moments = sum(resized.bytes(v.shape, 4, v.spec) for v in step_values if v.trained)
         state = weights + (2 * moments if traced.request.kind == "train" else 0)
         share = topology.devices / other.devices
         temporaries = int((memory.temporaries + memory.outputs) * share) + memory.code if memory is not None else 0
@@ -343,25 +341,6 @@ def _resized(plan: Plan, devices: int) -> Plan | None:
     if devices % rest:
         return None
     return preset({first: devices // rest, **inner})
-
-
-def _bytes(shape: Sequence[int], dtype: torch.dtype, plan: Plan, spec: Any) -> int:
-    total = dtype.itemsize
-    for n in shape:
-        total *= n
-    for axes in spec:
-        total //= plan.size(axes)
-    return total
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"torchtpu": torchtpu.__version__}
-    for name in ("torch", "jax", "jaxlib", "libtpu", "transformers"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 @contextlib.contextmanager
@@ -436,13 +415,15 @@ def candidates(traced: Traced, topology: Topology) -> list[Plan]:
             plan = preset({"fsdp": devices // (tp * ep), "ep": ep, "tp": tp})
             if batch % plan.size(plan.batch):
                 continue
-            state = sum(_bytes(v.shape, v.dtype, plan, v.spec) for v in Evaluator(traced.graph, _layout(plan)).values)
-            found[plan.name] = state + _gathered(traced, plan), plan
+            found[plan.name] = _held(Evaluator(traced.graph, _layout(plan)), plan), plan
     return [plan for _, plan in sorted(found.values(), key=lambda x: x[0])]
 
 
-def _gathered(traced: Traced, plan: Plan) -> int:
-    """Bytes of the largest block's parameters once they are gathered for use."""
-    evaluator = Evaluator(traced.graph, _layout(plan))
-    of_blocks = [v for v in evaluator.values if v.kind == "parameter"]
-    return sum(_bytes(v.shape[1:] if v.stacked else v.shape, v.dtype, plan, v.used) for v in of_blocks)
+def _held(evaluator: Evaluator, plan: Plan) -> int:
+    """Bytes of a device's part of the state, and of one layer's parameters gathered for use."""
+    stored = sum(plan.bytes(v.shape, v.dtype.itemsize, v.spec) for v in evaluator.values)
+    parameters = [v for v in evaluator.values if v.kind == "parameter"]
+    shapes = [v.shape[1:] if v.stacked else v.shape for v in parameters]
+    return stored + sum(
+        plan.bytes(shape, v.dtype.itemsize, v.used) for shape, v in zip(shapes, parameters, strict=True)
+    )

@@ -10,7 +10,6 @@ Example, on a VM of the topology::
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torchtpu.aot.step import Step
+from torchtpu_cli import versions
 
 __all__ = ["EXECUTABLE", "SavedError", "SavedStep", "load", "write_manifest"]
 
@@ -61,7 +61,7 @@ def write_manifest(
         "kind": step.kind,
         "topology": topology,
         "platform": platform,
-        "versions": {n: _version(n) for n in _VERSIONED[platform]},
+        "versions": {n: versions()[n] for n in _VERSIONED[platform]},
         "sha256": hashlib.sha256((folder / EXECUTABLE).read_bytes()).hexdigest(),
         "mesh": dict(step.plan.mesh),
         "coordinates": [list(c) for c in coordinates],
@@ -80,13 +80,6 @@ def _flat(tree: Any) -> tuple[list[str], list[Any]]:
 def _described(name: str, of: Any, sharding: NamedSharding) -> dict[str, Any]:
     spec = [[] if a is None else [a] if isinstance(a, str) else list(a) for a in sharding.spec]
     return {"name": name, "shape": list(of.shape), "dtype": str(np.dtype(of.dtype)), "spec": spec}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @dataclass
@@ -165,7 +158,7 @@ def load(folder: str | Path) -> SavedStep:
     manifest, content = _read(folder)
     platform = manifest["platform"]
     for name, wanted in manifest["versions"].items():
-        found = _version(name)
+        found = versions().get(name)
         if found != wanted:
             raise SavedError(
                 f"{folder} was compiled with {name} {wanted}, and {found or 'none'} is installed: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,17 +73,13 @@ class Step:
         """Bytes that each part of the state takes on a device, as the shardings divide it."""
         found = {}
         for part, types in self.state.items():
-            found[part] = sum(_bytes(t, self.plan) for t in jax.tree.leaves(types))
-        found["inputs"] = sum(_bytes(t, self.plan) for t in jax.tree.leaves(self.batch))
+            found[part] = sum(self._bytes(t) for t in jax.tree.leaves(types))
+        found["inputs"] = sum(self._bytes(t) for t in jax.tree.leaves(self.batch))
         return found
 
-
-def _bytes(of: Any, plan: Plan) -> int:
-    parts = 1
-    for axes in of.sharding.spec:
-        if axes is not None:
-            parts *= plan.size((axes,) if isinstance(axes, str) else axes)
-    return -(-math.prod(of.shape) * np.dtype(of.dtype).itemsize // parts)
+    def _bytes(self, of: Any) -> int:
+        spec = tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in of.sharding.spec)
+        return self.plan.bytes(of.shape, np.dtype(of.dtype).itemsize, spec)
 
 
 def build_step(graph: Graph, layout: Layout, kind: str, remat: str = "full") -> Step:

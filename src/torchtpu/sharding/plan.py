@@ -96,6 +96,10 @@ class Plan:
         """The number of parts that some axes make."""
         return math.prod(self.mesh[a] for a in axes)
 
+    def bytes(self, shape: Sequence[int], itemsize: int, spec: Spec) -> int:
+        """Bytes of a device's part of a tensor, the last part's padding included."""
+        return -(-math.prod(shape) * itemsize // math.prod(self.size(axes) for axes in spec))
+
     def spec(self, name: str, shape: Sequence[int]) -> Spec:
         """Axes by dimension of a parameter.
 
