@@ -139,6 +139,25 @@ def test_float32_products_and_those_that_only_look_like_it() -> None:
         assert [f.count for f in found if "6 passes" in f.what] == ([2] if dtype is torch.float32 else [])
 
 
+def test_attention_without_its_kernel_multiplies_as_narrowly_as_its_inputs() -> None:
+    """Forward and backward; a mask that is an input keeps it from the kernel."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(1024, 1024, bias=False, dtype=BF16)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            heads = self.project(x).unflatten(-1, (8, 128)).transpose(1, 2)
+            return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).float()
+
+    x = torch.empty(4, 1024, 1024, dtype=BF16, device="meta")
+    mask = torch.empty(4, 1, 1024, 1024, dtype=torch.bool, device="meta")
+    step = make_step(Attention(), "fsdp", "train", x=x, mask=mask)
+    assert {op.dtype for op in count(step.jaxpr()).ops if op.primitive == "dot_general"} == {"bfloat16"}
+    assert not [f for f in findings(step) if "6 passes" in f.what]
+
+
 def test_float64_and_float16() -> None:
     """Types that the chip has not, or not for products."""
 

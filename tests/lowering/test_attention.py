@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from checker import check, run_lowering
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from torchtpu.lowering.families import attention
 
 aten = torch.ops.aten
 
@@ -61,6 +66,22 @@ def test_bfloat16_is_computed_in_float32():
     q, k, v = qkv(dtype=torch.bfloat16)
     expected = sdpa(q.float(), k.float(), v.float()).bfloat16()
     torch.testing.assert_close(run_lowering(aten.scaled_dot_product_attention.default, q, k, v), expected)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_products_on_a_tpu_are_as_narrow_as_the_inputs(platform):
+    """Elsewhere the probabilities stay float32."""
+
+    def step(q, k, v):
+        out, lse, _ = attention.forward(q, k, v, None, 0.0, True, None)
+        return attention.backward(out, q, k, v, None, out, lse, 0.0, True, None)[:3]
+
+    operand = jax.ShapeDtypeStruct((2, 4, 8, 16), jnp.bfloat16)
+    text = jax.jit(step).trace(operand, operand, operand).lower(lowering_platforms=(platform,)).as_text()
+    products = re.findall(r"dot_general .*: \((.*)\) ->", text)
+    assert len(products) == 7  # scores twice, the result, and four of the gradients
+    wide = [p for p in products if "f32>" in p.replace("bf16>", "")]
+    assert len(wide) == (0 if platform == "tpu" else 4)
 
 
 @pytest.mark.parametrize("kind", [None, "bool", "float"])

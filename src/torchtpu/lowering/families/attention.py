@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from torchtpu.lowering.context import random_key
-from torchtpu.lowering.precision import einsum
+from torchtpu.lowering.precision import einsum, einsum_of_wide
 from torchtpu.lowering.promotion import cast
 from torchtpu.lowering.registry import lowering
 
@@ -96,7 +96,7 @@ def forward(query, key, value, mask, dropout_p, is_causal, scale, key_data=None)
     p = _probabilities(s, lse)
     if key_data is not None:
         p = p * cast(_keep(key_data, p.shape, dropout_p), p.dtype)
-    out = einsum("...ngls,...nsd->...ngld", p, cast(value, p.dtype))
+    out = einsum_of_wide("...ngls,...nsd->...ngld", p, value)
     out = cast(out, query.dtype).reshape(*query.shape[:-1], value.shape[-1])
     return out, lse.reshape(query.shape[:-1]), p
 
@@ -109,18 +109,17 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_p, is_ca
     # What the forward pass saved is float32, too coarse for float64.
     saved = logsumexp.reshape(s.shape[:-1]) if logsumexp.dtype == s.dtype else _log_sum_exp(s)
     p = _probabilities(s, cast(saved, s.dtype))
-    grad, q, k, v = (cast(x, s.dtype) for x in (grad_out, query, key, value))
-    grad, q = _by_group(grad, shared), _by_group(q, shared)
-    dp = einsum("...ngld,...nsd->...ngls", grad, v)
+    grad, q = _by_group(cast(grad_out, query.dtype), shared), _by_group(query, shared)
+    dp = einsum("...ngld,...nsd->...ngls", grad, value)
     dropped = p
     if key_data is not None:
         keep = cast(_keep(key_data, p.shape, dropout_p), p.dtype)
         dropped, dp = p * keep, dp * keep
-    dv = einsum("...ngls,...ngld->...nsd", dropped, grad)
-    delta = (grad * _by_group(cast(out, s.dtype), shared)).sum(-1, dtype=s.dtype, keepdims=True)
+    dv = einsum_of_wide("...ngls,...ngld->...nsd", dropped, grad)
+    delta = (cast(grad, s.dtype) * _by_group(cast(out, s.dtype), shared)).sum(-1, dtype=s.dtype, keepdims=True)
     ds = p * (dp - delta)
-    dq = einsum("...ngls,...nsd->...ngld", ds, k) * jnp.asarray(factor, s.dtype)
-    dk = einsum("...ngls,...ngld->...nsd", ds, q) * jnp.asarray(factor, s.dtype)
+    dq = einsum_of_wide("...ngls,...nsd->...ngld", ds, key) * jnp.asarray(factor, s.dtype)
+    dk = einsum_of_wide("...ngls,...ngld->...nsd", ds, q) * jnp.asarray(factor, s.dtype)
     return cast(dq, query.dtype).reshape(query.shape), cast(dk, key.dtype), cast(dv, value.dtype), ds
 
 
