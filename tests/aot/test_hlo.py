@@ -82,6 +82,15 @@ def test_sample() -> None:
     assert memory["model/moe", "forward"] == 2 * array
 
 
+def test_a_reshape_that_the_compiler_left_moves_the_array() -> None:
+    """One that moves nothing is printed as a bitcast."""
+    text = SAMPLE.read_text()
+    for opcode, expected in (("reshape", [("layout", "reshape", 2 * MIB)]), ("bitcast", [])):
+        lines = text.replace("copy(%get-tuple-element.172)", f"{opcode}(%get-tuple-element.172)").splitlines()
+        found = [(c.kind, c.opcode, c.bytes) for c in read_hlo(lines).layout_copies if c.name == "copy.14"]
+        assert found == expected
+
+
 def test_lines_and_what_is_not_a_module() -> None:
     """A text may come in lines; one without a module is an error."""
     with SAMPLE.open() as lines:

@@ -41,8 +41,8 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collectiv
 _COLLECTIVES = {kind + suffix: kind for kind in _KINDS for suffix in ("", "-start")} | {
     "collective-broadcast": "collective-broadcast"
 }
-_VIEWS = {"parameter", "bitcast", "get-tuple-element", "tuple", "constant", "reshape"}
-_COPIES = {"copy", "copy-start", "transpose", "bitcast-convert"}
+_VIEWS = {"parameter", "bitcast", "get-tuple-element", "tuple", "constant"}
+_COPIES = {"copy", "copy-start", "transpose", "reshape", "bitcast-convert"}  # a reshape that moves nothing is a bitcast
 _LARGE = 1 << 20
 """Bytes from which the padding of an array is listed."""
 
@@ -90,7 +90,7 @@ class Copy:
     Attributes:
         kind: ``"layout"``: to another order of dimensions or other tiles; ``"move"``: between HBM and vector memory;
             ``"copy"``: neither.
-        opcode: ``copy``, ``transpose`` or ``bitcast-convert``, by itself or as a fusion.
+        opcode: ``copy``, ``transpose``, ``reshape`` or ``bitcast-convert``, by itself or as a fusion.
         bytes: read and written in one execution, with padding.
         to: type of the result.
     """
