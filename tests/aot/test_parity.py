@@ -35,7 +35,7 @@ class Of(zoo.ModelSource):
         return {"x": torch.randn(batch, seq, self.width, generator=torch.Generator().manual_seed(0)).to(device, dtype)}
 
     def units(self, kind: str, batch: int, seq: int) -> zoo.Units:
-        return zoo.Units(batch, "samples")
+        return zoo.Units(batch, "samples", batch)
 
     def loss(self, outputs: Any) -> torch.Tensor:
         return outputs[0].float().square().mean()

@@ -92,7 +92,7 @@ class StopsSource(zoo.ModelSource):
         return {"x": torch.linspace(-1, 1, batch * 4).view(batch, 4).to(device)}
 
     def units(self, kind: str, batch: int, seq: int) -> zoo.Units:
-        return zoo.Units(batch, "samples")
+        return zoo.Units(batch, "samples", batch)
 
 
 def test_no_gradient_through_what_is_detached() -> None:

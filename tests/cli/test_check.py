@@ -79,6 +79,20 @@ def test_a_factory_that_raises(
     assert error.splitlines()[-1].startswith("torchtpu check: ") and "KeyError" in error.splitlines()[-1]
 
 
+def test_inputs_of_a_factory(
+    libtpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their batch holds, whatever the default would be; another one that is asked for is refused."""
+    (tmp_path / "model_with_inputs.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(4, 2), {'input': torch.ones(6, 4)}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    error = refused(capsys, "model_with_inputs:build", "--infer")
+    assert "input: dimension 0 (the batch, 6) does not divide over fsdp=4" in error
+    error = refused(capsys, "model_with_inputs:build", "--infer", "--batch", "8")
+    assert "has inputs of its own, with a batch of 6, not 8: leave --batch out" in error
+
+
 def test_a_model_that_cannot_be_traced(
     libtpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,7 +91,7 @@ def test_inputs_of_a_factory() -> None:
     inputs = source.example_inputs("train", 1, 1)
     assert {name: x.shape for name, x in inputs.items()} == {"x": (5, 4), "target": (5, 4)}
     assert source.loss(source.build("cpu")(**inputs)).dim() == 0
-    assert source.units("train", 1, 1) == zoo.Units(5, "samples")
+    assert source.units("train", 1, 1) == zoo.Units(5, "samples", 5)
     named = zoo.resolve("models_of_mine:with_names")
     half = named.example_inputs("infer", 1, 1, "meta", torch.bfloat16)
     assert half["x"].is_meta and half["x"].dtype == torch.bfloat16

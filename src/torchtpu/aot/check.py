@@ -98,12 +98,14 @@ def trace(request: Request, progress: Progress = _silent) -> Traced:
         model.train(request.kind == "train")
         experts.use(model)
         inputs = source.example_inputs(request.kind, request.batch, request.sequence, "meta", request.dtype)
+        # A factory may have inputs of its own, whatever was asked for.
+        batch = source.units(request.kind, request.batch, request.sequence).batch
         if "use_cache" in inspect.signature(model.forward).parameters and request.kind != "decode":
             inputs["use_cache"] = False
         parameters = count_parameters(model)
     with progress(f"tracing {type(model).__name__}"), _timed(timing, "trace"), _grad(request.kind == "train"):
         graph = capture(model, inputs)
-    return Traced(request, graph, parameters, timing)
+    return Traced(dataclasses.replace(request, batch=batch), graph, parameters, timing)
 
 
 def check(

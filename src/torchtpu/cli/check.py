@@ -159,6 +159,12 @@ def _check(source: Any, options: argparse.Namespace) -> int:
                         timeout=options.timeout,
                     )
                     traced[batch] = checks.trace(request, progress)
+                    given = traced[batch].request.batch
+                    if options.batch and given != options.batch:
+                        raise CommandError(
+                            f"{source.name} has inputs of its own, with a batch of {given}, not {options.batch}: leave "
+                            f"--batch out, or write example_inputs(batch, seq) beside the factory"
+                        )
                 function = checks.search if plan is None else checks.check
                 arguments = (traced[batch], topology) if plan is None else (traced[batch], topology, plan)
                 reports.append(function(*arguments, progress=progress, compiler=compiler, save=folder))

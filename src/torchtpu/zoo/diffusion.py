@@ -92,7 +92,7 @@ class DiffusersSource(ModelSource):
 
     def units(self, kind: str, batch: int, seq: int) -> Units:
         check_kind(kind)
-        return Units(batch, "images")
+        return Units(batch, "images", batch)
 
     def loss(self, outputs: Any) -> torch.Tensor:
         """The mean square of the predicted velocity: flow matching's loss for a target of zeros."""

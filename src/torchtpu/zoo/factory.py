@@ -92,9 +92,10 @@ class FactorySource(ModelSource):
         inputs = self.example_inputs(kind, batch, seq, "meta")
         tokens = inputs.get("input_ids")
         if isinstance(tokens, torch.Tensor):
-            return Units(tokens.numel(), "tokens")
+            return Units(tokens.numel(), "tokens", tokens.shape[0])
         tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
-        return Units(tensors[0].shape[0] if tensors else batch, "samples")
+        samples = tensors[0].shape[0] if tensors else batch
+        return Units(samples, "samples", samples)
 
     def _no_decode(self) -> ModelError:
         return ModelError(

@@ -61,8 +61,8 @@ def make(
 def units(source: TransformersSource, kind: str, batch: int, seq: int) -> Units:
     """See ``ModelSource.units``."""
     if source.model_class.main_input_name == "pixel_values":
-        return Units(batch, "images")
-    return Units(batch * (1 if kind == "decode" else _length(source, seq)), "tokens")
+        return Units(batch, "images", batch)
+    return Units(batch * (1 if kind == "decode" else _length(source, seq)), "tokens", batch)
 
 
 def _length(source: TransformersSource, seq: int) -> int:

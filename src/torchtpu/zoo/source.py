@@ -58,10 +58,11 @@ class Published:
 
 @dataclass(frozen=True)
 class Units:
-    """What a batch holds: ``count`` "tokens", "images" or "samples"."""
+    """What a step is fed: ``count`` "tokens", "images" or "samples", in a batch of ``batch``."""
 
     count: int
     name: str
+    batch: int
 
 
 class ModelSource(abc.ABC):
