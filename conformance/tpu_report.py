@@ -102,8 +102,7 @@ def write(folder: Path, docs: Path) -> int:
         "for each topology, ran no program: views and other metadata.",
         "",
         "A TPU has no 64-bit arithmetic: XLA emulates int64, float64 and complex128 with pairs of 32-bit numbers. "
-        "Where it has no such form (an int64 matrix product), it refuses the program with an error that names the "
-        "instruction. A float64 program can take minutes to compile.",
+        "A float64 program can take minutes to compile; the first one of a process says on a TPU that it is emulated.",
     ]
     for title, statuses in (
         ("Does not compile", ("fail", "timeout", "crash")),
