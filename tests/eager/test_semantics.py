@@ -399,3 +399,33 @@ def test_reductions_compute_in_the_dtype_of_out(name, dtype):
     getattr(torch, name)(x, dim=1, out=expected)
     getattr(torch, name)(x.to("tpu"), dim=1, out=out)
     assert_close(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("size", [(2, 3), (4, 2, 3), (1,), (0,), (2, 2)])
+def test_normal_draws_what_its_out_holds(size):
+    """With a tensor of means: PyTorch does not resize the out first, as it does elsewhere."""
+    found = []
+    for device in ("cpu", "tpu"):
+        try:
+            result = torch.normal(torch.ones(2, 3, device=device), 1e-9, out=torch.zeros(size, device=device))
+            found.append(result.cpu())
+        except RuntimeError as error:
+            found.append(str(error))
+    if size in ((0,), (2, 2)):
+        assert found[0] == found[1] and "must match the size of tensor b" in found[1]
+    else:
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["native_batch_norm", "_native_batch_norm_legit"])
+def test_batch_norm_with_outs_updates_its_statistics(name):
+    function, x = getattr(torch.ops.aten, name).out, torch.randn(4, 3, 5)
+    found = []
+    for device in ("cpu", "tpu"):
+        mean, var, *outs = (torch.zeros(n, device=device) for n in (3, 3, x.shape, 3, 3))
+        weight = torch.full((3,), 2.0, device=device)
+        arguments = dict(zip(("out", "save_mean", "save_invstd"), outs, strict=True))
+        function(x.to(device), weight, None, mean, var, True, 0.1, 1e-5, **arguments)
+        found.append([t.cpu() for t in (mean, var, *outs)])
+    torch.testing.assert_close(found[1], found[0])
+    assert found[0][0].abs().min() > 0

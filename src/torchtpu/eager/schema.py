@@ -26,7 +26,9 @@ _PARTNERS = {
     "rrelu_with_noise.out": "rrelu_with_noise_functional.default",
     "rrelu_with_noise.default": "rrelu_with_noise_functional.default",
     "_native_batch_norm_legit.default": "_native_batch_norm_legit_functional.default",
+    "_native_batch_norm_legit.out": "_native_batch_norm_legit_functional.default",
     "_batch_norm_with_update.default": "_batch_norm_with_update_functional.default",
+    "_batch_norm_with_update.out": "_batch_norm_with_update_functional.default",
 }
 _FACTORY = {"dtype", "layout", "device", "pin_memory"}
 

@@ -87,19 +87,28 @@ def _index_put_(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _native_batch_norm() -> Callable[..., Any]:
+def _native_batch_norm(overload: str) -> Callable[..., Any]:
     """``native_batch_norm`` updates the running statistics while training, and its schema does not say so."""
     plain, updating = None, None
 
-    def kernel(input: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
+    def kernel(
+        input: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: float, **outs: Any
+    ) -> Any:
         nonlocal plain, updating
         if not training or mean is None:
-            plain = plain or make_kernel(_aten.native_batch_norm.default)
-            return plain(input, weight, bias, mean, var, training, *rest)
-        updating = updating or make_kernel(_aten._native_batch_norm_legit.default)
-        return updating(input, weight, bias, mean, var, training, *rest)
+            plain = plain or make_kernel(getattr(_aten.native_batch_norm, overload))
+            return plain(input, weight, bias, mean, var, training, *rest, **outs)
+        updating = updating or make_kernel(getattr(_aten._native_batch_norm_legit, overload))
+        return updating(input, weight, bias, mean, var, training, *rest, **outs)
 
     return kernel
+
+
+def _normal_around_out(
+    mean: torch.Tensor, std: float = 1.0, *, generator: torch.Generator | None = None, out: torch.Tensor
+) -> torch.Tensor:
+    """``normal.Tensor_float_out``: PyTorch's draws as many numbers as ``out`` has, and adds the means to them."""
+    return torch.add(mean, out.normal_(0.0, std, generator=generator), out=out)
 
 
 def _as_strided_copy(
@@ -166,7 +175,9 @@ SPECIAL_KERNELS: dict[str, Callable[..., Any]] = {
     "index_put_": _index_put_(_aten.index_put_.default),
     "_index_put_impl_": _index_put_(_aten._index_put_impl_.default),
     "index_put": _indexing(_aten.index_put.default),
-    "native_batch_norm": _native_batch_norm(),
+    "native_batch_norm": _native_batch_norm("default"),
+    "native_batch_norm.out": _native_batch_norm("out"),
+    "normal.Tensor_float_out": _normal_around_out,
     "_embedding_bag_backward": _embedding_bag_backward(),
 }
 """Kernels by overload."""
