@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as fwAD
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
 from conformance.case import Case
@@ -130,8 +131,10 @@ def _noncontiguous(info: Any, dtype: torch.dtype) -> Cases:
             )
         rows = tensor and sample.input.layout is torch.strided and sample.input.dim() and sample.input.shape[0] > 1
         if rows and info.name not in NOT_EXPANDED:
-            expanded = (sample.input[:1].expand(sample.input.shape), tuple(sample.args), dict(sample.kwargs))
-            yield Case(f"{label}, expanded", run, expanded, exact=not random, process=process)
+            expanded = SampleInput(sample.input[:1].expand(sample.input.shape), args=sample.args, kwargs=sample.kwargs)
+            expanded.output_process_fn_grad = sample.output_process_fn_grad
+            process = essence(info, expanded)
+            yield Case(f"{label}, expanded", run, _inputs(expanded), exact=not random, process=process)
 
 
 def _out(info: Any, dtype: torch.dtype) -> Cases:

@@ -352,6 +352,8 @@ def test_overlapping_writes_are_refused():
         x.expand(2, 3).add_(1)
     with pytest.raises(RuntimeError, match="single memory location"):
         x[1:].add_(x[:-1])
+    nothing = torch.zeros(1, 0, device="tpu").expand(3, 0)
+    assert nothing.add_(1) is nothing and nothing.copy_(nothing.clone()) is nothing
 
 
 def test_emulated_dtypes_warn_once_on_a_tpu(mode, monkeypatch):

@@ -85,7 +85,7 @@ def require_no_overlap(op: OpOverload, written: list[torch.Tensor], read: list[A
         read = []
     reordered = base in _READ_OUT_OF_ORDER
     for t in written:
-        if any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
+        if t.numel() and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True)):
             raise RuntimeError(
                 "unsupported operation: more than one element of the written-to tensor refers to a single memory "
                 f"location. {_CLONE}"
