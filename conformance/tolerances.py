@@ -19,6 +19,7 @@ __all__ = [
     "OVERRIDES",
     "RANDOM",
     "REFERENCE_DTYPES",
+    "RENORMALISES",
     "Override",
     "host_reason",
     "is_random",
@@ -95,6 +96,31 @@ OVERRIDES: tuple[Override, ...] = (
         1e-5,
         1e-4,
         "of integers, it adds terms that reach 8,000 to a mean near 10",
+        ("ops",),
+    ),
+    Override(
+        r"(linalg\.)?svd",
+        (_C64,),
+        1e-4,
+        5e-5,
+        "the gradient is divided by differences of singular values",
+        ("grad",),
+    ),
+    Override(
+        r"nn\.functional\.multi_head_attention_forward",
+        (_F32,),
+        3e-5,
+        1e-2,
+        "its products reach 10^5 and cancel",
+        ("noncontig",),
+    ),
+    Override(
+        r"cov",
+        (_F32, _C64),
+        1e-5,
+        5e-4,
+        "the gradient of a weight is a difference of sums of 10^3 that cancel, to 0 in the order of the CPU",
+        ("grad",),
     ),
     Override(
         r"logcumsumexp",
@@ -151,6 +177,10 @@ ANY_EQUAL = {
 reason. Where indices differ, the elements at them are compared.
 """
 
+RENORMALISES = {"nn.functional.embedding": "max_norm", "nn.functional.embedding_bag": "max_norm"}
+"""Entries that write an argument in place if an option is given, and refuse one with several elements in one place, as
+PyTorch's other operators do; the CPU's kernel does not look."""
+
 CPU_KEEPS_SIZES = ("native_batch_norm",)
 """Entries whose CPU kernel fails on an ``out`` of another size, by a check that is for something else, where PyTorch's
 rule is to resize it, as CUDA's does."""
@@ -171,6 +201,7 @@ NOT_EXPANDED = {
     **dict.fromkeys(
         ("geqrf", "qr", "linalg.qr", "pinverse", "linalg.pinv", "linalg.cholesky_ex", "linalg.cholesky"), _RANK
     ),
+    **dict.fromkeys(("svd", "linalg.svd"), "with all rows alike, all but one of the singular vectors are arbitrary"),
     **dict.fromkeys(
         ("median", "nanmedian", "masked.median"),
         "with stride 0, the CPU's result is not that of the same elements laid out one by one",

@@ -22,6 +22,7 @@ from conformance.tolerances import (
     CPU_KEEPS_SIZES,
     NOT_DIFFERENTIATED,
     NOT_EXPANDED,
+    RENORMALISES,
     is_random,
 )
 from conformance.transfer import copied
@@ -130,7 +131,8 @@ def _noncontiguous(info: Any, dtype: torch.dtype) -> Cases:
                 f"{label}, noncontiguous", run, _inputs(sample.noncontiguous()), exact=not random, process=process
             )
         rows = tensor and sample.input.layout is torch.strided and sample.input.dim() and sample.input.shape[0] > 1
-        if rows and info.name not in NOT_EXPANDED:
+        writes = sample.kwargs.get(RENORMALISES.get(info.name, "")) is not None
+        if rows and info.name not in NOT_EXPANDED and not writes:
             expanded = SampleInput(sample.input[:1].expand(sample.input.shape), args=sample.args, kwargs=sample.kwargs)
             expanded.output_process_fn_grad = sample.output_process_fn_grad
             process = essence(info, expanded)
@@ -305,9 +307,7 @@ def _differentiable_dtypes(info: Any) -> list[torch.dtype]:
     return [d for d in wanted if info.supports_autograd and d in info.supported_backward_dtypes("cpu")]
 
 
-def _suite(
-    cases: Callable[[Any, torch.dtype], Cases], dtypes: Callable[[Any], list[torch.dtype]], suite: str = ""
-) -> Suite:
+def _suite(suite: str, cases: Callable[[Any, torch.dtype], Cases], dtypes: Callable[[Any], list[torch.dtype]]) -> Suite:
     def tasks() -> list[tuple[str, str]]:
         return [(name, short(d)) for name, info in entries().items() for d in sorted(dtypes(info), key=str)]
 
@@ -329,15 +329,16 @@ def _main_dtype(info: Any) -> list[torch.dtype]:
 
 
 SUITES: dict[str, Suite] = {
-    "ops": _suite(_forward, _supported),
-    "out": _suite(_out, lambda i: _main_dtype(i) if i.supports_out else [], "out"),
-    "inplace": _suite(_inplace, lambda i: _main_dtype(i) if i.inplace_variant is not None else []),
-    "noncontig": _suite(_noncontiguous, _main_dtype),
-    "grad": _suite(_grad, _differentiable_dtypes, "grad"),
-    "forward_grad": _suite(
-        _forward_grad, lambda i: [d for d in _differentiable_dtypes(i)[:1] if i.supports_forward_ad], "forward_grad"
-    ),
-    "errors": _suite(_errors, lambda i: _main_dtype(i) if i.error_inputs_func is not None else []),
-    "views": _suite(_views, _main_dtype),
+    name: _suite(name, cases, dtypes)
+    for name, cases, dtypes in (
+        ("ops", _forward, _supported),
+        ("out", _out, lambda i: _main_dtype(i) if i.supports_out else []),
+        ("inplace", _inplace, lambda i: _main_dtype(i) if i.inplace_variant is not None else []),
+        ("noncontig", _noncontiguous, _main_dtype),
+        ("grad", _grad, _differentiable_dtypes),
+        ("forward_grad", _forward_grad, lambda i: _differentiable_dtypes(i)[:1] if i.supports_forward_ad else []),
+        ("errors", _errors, lambda i: _main_dtype(i) if i.error_inputs_func is not None else []),
+        ("views", _views, _main_dtype),
+    )
 }
 """Suites over the operator database."""

@@ -431,3 +431,16 @@ def test_batch_norm_with_outs_updates_its_statistics(name):
         found.append([t.cpu() for t in (mean, var, *outs)])
     torch.testing.assert_close(found[1], found[0])
     assert found[0][0].abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "full"),
+    [("gels", True), *((d, f) for d in ("gelsy", "gelsd", "gelss") for f in (True, False))],  # gels takes no other
+)
+def test_least_squares_has_residuals_of_full_rank_only(driver, full):
+    a, b = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    if not full:
+        a = a[:1].expand(5, 3)
+    expected = torch.linalg.lstsq(a, b, driver=driver)
+    found = torch.linalg.lstsq(a.to("tpu"), b.to("tpu"), driver=driver)
+    torch.testing.assert_close([t.cpu() for t in found], list(expected))

@@ -111,6 +111,21 @@ def _normal_around_out(
     return torch.add(mean, out.normal_(0.0, std, generator=generator), out=out)
 
 
+def _linalg_lstsq() -> Callable[..., Any]:
+    """``linalg_lstsq`` has no residuals where a matrix turns out to be rank-deficient: it waits for the rank."""
+    program = None
+
+    def kernel(self: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
+        nonlocal program
+        program = program or make_kernel(_aten.linalg_lstsq.default)
+        solution, residuals, rank, values = program(self, b, rcond, driver=driver)
+        if driver in ("gelsd", "gelss") and residuals.numel() and not bool((rank == self.shape[-1]).all()):
+            residuals = residuals.new_empty(0)
+        return solution, residuals, rank, values
+
+    return kernel
+
+
 def _as_strided_copy(
     self: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
@@ -170,6 +185,7 @@ def _embedding_bag_backward() -> Callable[..., Any]:
 SPECIAL_KERNELS: dict[str, Callable[..., Any]] = {
     "as_strided_copy": _as_strided_copy,
     "as_strided_scatter": _as_strided_scatter,
+    "linalg_lstsq": _linalg_lstsq(),
     "index.Tensor": _indexing(_aten.index.Tensor),
     "_unsafe_index.Tensor": _indexing(_aten._unsafe_index.Tensor),
     "index_put_": _index_put_(_aten.index_put_.default),

@@ -410,8 +410,7 @@ def matrix_exp(self):
 def lstsq(self, b, rcond=None, driver=None):
     """Minimum-norm solution through the singular values; the driver decides only which results are filled in.
 
-    The residuals of a rank-deficient matrix, which PyTorch leaves out, are returned: whether they exist would depend on
-    data.
+    The residuals of a rank-deficient matrix are returned; PyTorch leaves them out, which eager mode does afterwards.
     """
     m, n = self.shape[-2:]
     real, batch = _real(self.dtype), self.shape[:-2]
