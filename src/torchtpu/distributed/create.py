@@ -13,6 +13,7 @@ from torchtpu.distributed.group import Group
 from torchtpu.distributed.watch import Watch
 from torchtpu.distributed.work import Both, Lane, Work
 from torchtpu.eager.hidden import hide_from_dynamo
+from torchtpu.runtime.processes import attempt
 
 __all__ = ["create_backend"]
 
@@ -35,12 +36,13 @@ def create_backend(name: str, options: Any) -> Any:
     from torchtpu.distributed import launch
 
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    store = dist.PrefixStore(attempt(), options.store)
     if not dist.is_initialized():
-        launch.join(options.store, options.group_rank, options.group_size)
+        launch.join(store, options.group_rank, options.group_size)
     _C.define_process_group()
     timeout = options.timeout.total_seconds()
-    watch = _watch_of(options.store, dist.get_rank() if dist.is_initialized() else ranks[options.group_rank])
-    group = Group(options.store, options.group_rank, options.group_size, timeout, options.group_id, ranks, watch)
+    watch = _watch_of(store, dist.get_rank() if dist.is_initialized() else ranks[options.group_rank])
+    group = Group(store, options.group_rank, options.group_size, timeout, options.group_id, ranks, watch)
     return _C.ProcessGroupTPU(options.group_rank, options.group_size, name, timeout, group)
 
 
@@ -52,7 +54,7 @@ def _watch_of(store: Any, rank: int) -> Watch:
             _watch.stop()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
-        _watch = Watch(store, rank)
+        _watch = Watch(dist.PrefixStore(attempt(), store), rank)
     return _watch
 
 

@@ -36,7 +36,7 @@ def join_at_start() -> None:
     _store = dist.TCPStore(
         job.address, job.port, job.size, job.rank == 0 and not agent, TIMEOUT, wait_for_workers=False, multi_tenant=True
     )
-    _initialise(_store, job.rank, job.size)
+    _initialise(dist.PrefixStore(processes.attempt(), _store), job.rank, job.size)
 
 
 def join(store: Any, rank: int, size: int) -> None:
