@@ -1,15 +1,15 @@
 """``python -m conformance.failures``: kill a rank of a training job, and see that torchrun's restart mends it.
 
-Each run starts four ranks of ``conformance.training_job`` under plain ``torchrun --nproc-per-node 4 --max-restarts 2``
-and kills one of them (SIGKILL, from outside) at a random time after it came to a random point: the start, the first step
+Each run starts four ranks of ``conformance.training_job`` under plain torchrun (``--nproc-per-node 4 --max-restarts
+2``) and kills one of them (SIGKILL, from outside) at a random time after it came to a point: the start, the first step
 (which compiles), a collective, the optimizer's step, the writing of a checkpoint. It then checks that
 
 - every other rank raised an error that names the collective and the dead rank, or was ended by torchrun;
 - the restarted ranks resumed from the last whole checkpoint, and every step's loss equals the undisturbed run's;
 - no process that descends from the run remains, nor a file in /dev/shm or in the run's folder for temporary files.
 
-In half of the runs torchrun looks after its processes every 0.1 s, as by default; in the others every 6 s, so that it is
-the ranks themselves that have to notice.
+In half of the runs torchrun looks at its processes every 0.1 s, as by default; in the others every 6 s, so that the
+ranks themselves have to notice.
 """
 
 from __future__ import annotations
@@ -93,7 +93,12 @@ def start(folder: Path, kill: str = "", interval: float = 0.1, transport: str = 
         "JOB_KILL": kill,
     }
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--max-restarts=2"]
-    command += [f"--master-port={port}", f"--monitor-interval={interval}", f"--log-dir={folder / 'logs'}", "--redirects=3"]
+    command += [
+        f"--master-port={port}",
+        f"--monitor-interval={interval}",
+        f"--log-dir={folder / 'logs'}",
+        "--redirects=3",
+    ]
     with open(folder / "torchrun", "wb") as output:
         return subprocess.Popen(
             [*command, "-m", "conformance.training_job"],
@@ -138,7 +143,7 @@ def shared_memory() -> set[str]:
 
 
 def finish(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> bool:
-    """Wait for a run; one that takes too long is ended with all that belongs to it. Returns whether it came to its end."""
+    """Wait for a run; one that takes too long is ended with all that belongs to it. Returns whether it ended itself."""
     try:
         process.wait(seconds)
         return True
@@ -154,7 +159,7 @@ def finish(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> bo
         return False
 
 
-def disturb(run: Run, folder: Path, expected: list[float], limit: float = 240, transport: str = "host") -> Run:
+def disturb(run: Run, folder: Path, expected: list[float], limit: float = 500, transport: str = "host") -> Run:
     """Do a run, and write down in it what came of it.
 
     Args:
@@ -166,10 +171,12 @@ def disturb(run: Run, folder: Path, expected: list[float], limit: float = 240, t
     """
     before, begun = shared_memory(), time.monotonic()
     process = start(folder, f"{run.victim} {run.point}", run.interval, transport)
-    while process.poll() is None and not (asked := notes(folder, "kill me", 0)):
-        if time.monotonic() - begun > limit:
+    told = folder / f"notes-0-{run.victim}"
+    while process.poll() is None and time.monotonic() - begun < limit:
+        if told.exists() and b"kill me" in told.read_bytes():
             break
-        time.sleep(0.005)
+        time.sleep(0.01)
+    asked = notes(folder, "kill me", 0)
     if process.poll() is None and asked:
         time.sleep(max(asked[0]["time"] + run.delay - time.time(), 0))
         os.kill(asked[0]["pid"], signal.SIGKILL)
@@ -192,7 +199,9 @@ def disturb(run: Run, folder: Path, expected: list[float], limit: float = 240, t
 def _judge(run: Run, folder: Path, expected: list[float], code: int) -> None:
     """Compare what the ranks told with what they should have."""
     last = [n for n in notes(folder, "", 0) if n["rank"] == run.victim]
-    run.died_in = " ".join(f"{n['point']} {n['step']}" for n in last[-1:] if "point" in n) or (last[-1]["kind"] if last else "")
+    run.died_in = " ".join(f"{n['point']} {n['step']}" for n in last[-1:] if "point" in n) or (
+        last[-1]["kind"] if last else ""
+    )
     errors = {n["rank"]: n for n in notes(folder, "error", 0)}
     done = {n["rank"] for n in notes(folder, "finished", 0)}
     for rank in range(RANKS):
@@ -203,7 +212,8 @@ def _judge(run: Run, folder: Path, expected: list[float], code: int) -> None:
             continue
         run.others[rank] = "error"
         text = errors[rank]["text"]
-        if not re.search(r", collective \d+ of group .*failed on rank", text, re.DOTALL) or f"rank {run.victim}:" not in text:
+        named = re.search(r", collective \d+ of group .*failed on rank|^group .* could not be made", text, re.DOTALL)
+        if not named or f"rank {run.victim}: dead" not in text:
             run.problems.append(f"rank {rank}'s error does not name the collective and rank {run.victim}: {text}")
     again = notes(folder, "resumed", 1)
     run.resumed = max((n["step"] for n in again), default=-1)
@@ -223,7 +233,7 @@ def _judge(run: Run, folder: Path, expected: list[float], code: int) -> None:
 def undisturbed(folder: Path, transport: str = "host") -> list[float]:
     """The losses of a run in which nobody dies."""
     process = start(folder, transport=transport)
-    finish(process, folder, 240)
+    finish(process, folder, 500)
     found = notes(folder, "finished")
     if process.returncode != 0 or len(found) != RANKS:
         raise RuntimeError(f"the undisturbed run failed: {(folder / 'torchrun').read_text()[-3000:]}")
@@ -235,21 +245,22 @@ def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m conformance.failures", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; the others follow")
+    parser.add_argument("--redo", action="store_true", help="run again what is recorded")
     parser.add_argument("--transport", choices=("host", "xla"), default="host")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     work = Path(tempfile.mkdtemp())
-    expected = undisturbed(work / "undisturbed", arguments.transport)
-    runs = []
-    for seed in range(arguments.seed, arguments.seed + arguments.runs):
+    before = json.loads(arguments.results.read_text()) if arguments.results.exists() and not arguments.redo else {}
+    runs = [Run(**r) for r in before.get("runs", []) if not r["problems"]]
+    expected = before.get("losses") or undisturbed(work / "undisturbed", arguments.transport)
+    done = {r.seed for r in runs}
+    for seed in sorted(set(range(arguments.runs)) - done):
         run = disturb(choose(seed), work / str(seed), expected, transport=arguments.transport)
         runs.append(run)
         print(json.dumps(asdict(run)), flush=True)
         if not run.problems:
             shutil.rmtree(work / str(seed))
-        content = {"ranks": RANKS, "transport": arguments.transport, "losses": expected, "runs": [asdict(r) for r in runs]}
-        arguments.results.write_text(json.dumps(content, indent=1) + "\n")
+        _write(arguments.results, arguments.transport, expected, runs)
     wrong = [r for r in runs if r.problems]
     print(f"{len(runs) - len(wrong)} of {len(runs)} runs as they should be")
     if wrong:
@@ -257,6 +268,12 @@ def main() -> int:
         return 1
     shutil.rmtree(work)
     return 0
+
+
+def _write(path: Path, transport: str, expected: list[float], runs: list[Run]) -> None:
+    lines = ",\n".join(json.dumps(asdict(r)) for r in sorted(runs, key=lambda r: r.seed))
+    head = json.dumps({"ranks": RANKS, "transport": transport, "losses": expected})
+    path.write_text(f'{head[:-1]}, "runs": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small training job that resumes from its last checkpoint: what ``conformance.failures`` starts, and kills a rank of.
+"""A small training job that resumes from its last checkpoint: ``conformance.failures`` kills a rank of it.
 
 Environment (besides torchrun's): ``JOB_FOLDER``, where everything goes, and ``JOB_KILL``, "RANK POINT" of the rank that
 in the first start asks at a point to be killed; none for an undisturbed run.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 POINTS = ("init", "compile", "collective", "optimizer", "checkpoint")
 STEPS, EVERY, DISTURBED = 6, 2, 3
-"""Training steps; steps between two checkpoints; the step in which a rank dies at the later points (after one checkpoint)."""
+"""Training steps; steps between two checkpoints; the step in which a rank dies at the later points."""
 
 FOLDER = Path(os.environ.get("JOB_FOLDER", "."))
 RANK, ATTEMPT = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -22,7 +22,17 @@ RANK, ATTEMPT = int(os.environ.get("RANK", "0")), int(os.environ.get("TORCHELAST
 
 def note(kind: str, **more: object) -> None:
     """Tell the outside; in one write, so that a reader never sees half a line."""
-    line = json.dumps({"kind": kind, "rank": RANK, "attempt": ATTEMPT, "pid": os.getpid(), "time": time.time()} | more)
+    line = json.dumps(
+        {
+            "kind": kind,
+            "rank": RANK,
+            "attempt": ATTEMPT,
+            "pid": os.getpid(),
+            "time": time.time(),
+            "cpu": time.process_time(),
+        }
+        | more
+    )
     descriptor = os.open(FOLDER / f"notes-{ATTEMPT}-{RANK}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, f"{line}\n".encode())
     os.close(descriptor)
@@ -73,7 +83,10 @@ def main() -> None:
         saved = state()
         dcp.load(saved, checkpoint_id=str(FOLDER / "checkpoints" / str(first)))
         set_state_dict(
-            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]  # type: ignore[arg-type]
+            model,
+            optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],  # type: ignore[arg-type]
         )
     note("resumed", step=first)
     for step in range(first, STEPS):

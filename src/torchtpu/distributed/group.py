@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtpu.distributed import transports
-from torchtpu.distributed.errors import CollectiveError
+from torchtpu.distributed.errors import CollectiveError, CollectiveTimeout, MismatchError
 from torchtpu.distributed.host import Messages
 from torchtpu.distributed.reductions import Reduction
 from torchtpu.distributed.transports import Transport
@@ -59,7 +59,13 @@ class Group:
         self.store, self.rank, self.size, self.timeout, self.watch = store, rank, size, timeout, watch
         self.ranks = tuple(ranks)
         self.words = f"group {name} (ranks {', '.join(map(str, self.ranks))})"
-        self.transport: Transport = transports.make(store, rank, size, timeout, self.ranks)
+        try:
+            self.transport: Transport = transports.make(store, rank, size, timeout, self.ranks)
+        except RuntimeError as error:  # gloo's, and the store's: somebody did not come in time, or has gone
+            raise CollectiveError(
+                f"{self.words} could not be made on rank {self.ranks[rank]}: {error}\n"
+                f"The other ranks:\n{watch.report(self.ranks)}"
+            ) from error
         self.messages = Messages(self.transport.host)
         self.number = 0
         self.broken: Exception | None = None
@@ -141,9 +147,10 @@ class Group:
         call.done = True
         seconds = time.time() - call.started
         self.watch.publish()
+        broken = not isinstance(error, CollectiveTimeout | MismatchError)
         return type(error)(
             f"{call.describe()}, failed on rank {self.ranks[self.rank]} after {seconds:.1f} s: {error}\n"
-            f"The other ranks:\n{self.watch.report(self.ranks)}"
+            f"The other ranks:\n{self.watch.report(self.ranks, broken)}"
         )
 
     # ---- all ranks to all ranks -------------------------------------------------------------------------------------
