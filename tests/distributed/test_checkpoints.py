@@ -19,8 +19,17 @@ def test_saved_and_loaded_by_four(saved, check):
     assert not saved.checks[check], "\n".join(saved.checks[check])
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(8, marks=pytest.mark.heavy)])
-def test_loaded_by_others(saved, folder, tmp_path, size):
-    outcome = run("checkpoints", size, tmp_path, PHASE="load", CHECKPOINTS=str(folder))
+def load(folder, tmp_path, size, **environment):
+    outcome = run("checkpoints", size, tmp_path / str(size), PHASE="load", CHECKPOINTS=str(folder), **environment)
     for problems in outcome.checks.values():
         assert not problems, "\n".join(problems)
+
+
+def test_loaded_by_two(saved, folder, tmp_path):
+    load(folder, tmp_path, 2)
+
+
+@pytest.mark.heavy
+def test_loaded_by_two_and_saved_again_for_eight(saved, folder, tmp_path):
+    load(folder, tmp_path, 2, AGAIN="by two")
+    load(folder, tmp_path, 8, SOURCES="saved,saved later,by two")

@@ -22,7 +22,7 @@ def test_disagreements(outcome, check):
 @pytest.mark.parametrize("victim", [2, pytest.param(0, marks=pytest.mark.heavy)])
 def test_a_killed_rank_is_an_error_on_every_other(tmp_path, victim):
     processes = start(4, [str(JOBS / "killed.py"), str(victim)], tmp_path, MASTER_PORT=str(free_port()))
-    codes, outputs = finish(processes, tmp_path, 90)
+    codes, outputs = finish(processes, tmp_path, 180)
     assert codes[victim] == -signal.SIGKILL
     for rank in set(range(4)) - {victim}:
         assert codes[rank] == 3, outputs[rank]

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from torchtpu.distributed import transports
-from torchtpu.distributed.errors import CollectiveError
+from torchtpu.distributed.errors import CollectiveError, CollectiveTimeout, MismatchError
 from torchtpu.distributed.host import Messages
+from torchtpu.distributed.pending import Pending
 from torchtpu.distributed.reductions import Reduction
 from torchtpu.distributed.transports import Transport
 from torchtpu.distributed.watch import Call, Watch, user_line
@@ -59,7 +60,17 @@ class Group:
         self.store, self.rank, self.size, self.timeout, self.watch = store, rank, size, timeout, watch
         self.ranks = tuple(ranks)
         self.words = f"group {name} (ranks {', '.join(map(str, self.ranks))})"
-        self.transport: Transport = transports.make(store, rank, size, timeout, self.ranks)
+        try:
+            self.transport: Transport = transports.make(store, rank, size, timeout, self.ranks)
+        except RuntimeError as error:  # gloo's, and the store's: somebody did not come in time, or has gone
+            raise CollectiveError(
+                f"{self.words} could not be made on rank {self.ranks[rank]}: {error}\n"
+                f"The other ranks:\n{watch.report(self.ranks)}"
+            ) from error
+        self.pending: Pending | None = None
+        if self.transport.asynchronous:
+            self.pending = Pending(self.words, self.ranks, self._explain)
+            watch.pending.add(self.pending)
         self.messages = Messages(self.transport.host)
         self.number = 0
         self.broken: Exception | None = None
@@ -110,12 +121,16 @@ class Group:
 
         def run() -> None:
             self.watch.current = call
+            entry = self.pending.begin(call, timeout or self.timeout) if self.pending is not None else None
             try:
                 transport.begin(call, timeout or self.timeout)
                 work.finish(compute(transport, transport.load(arrays, sizes)))
             except Exception as error:
                 work.fail(self._explain(error, call))
-            call.done = True
+            if self.pending is not None and entry is not None:
+                self.pending.enqueued(entry, transport.marker)
+            else:
+                call.done = True
 
         lane = self._lane
         if transport.asynchronous or (not later and (lane is None or lane.idle)):
@@ -141,9 +156,10 @@ class Group:
         call.done = True
         seconds = time.time() - call.started
         self.watch.publish()
+        broken = not isinstance(error, CollectiveTimeout | MismatchError)
         return type(error)(
             f"{call.describe()}, failed on rank {self.ranks[self.rank]} after {seconds:.1f} s: {error}\n"
-            f"The other ranks:\n{self.watch.report(self.ranks)}"
+            f"The other ranks:\n{self.watch.report(self.ranks, broken)}"
         )
 
     # ---- all ranks to all ranks -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import ctypes
 import datetime
 import hashlib
 import math
+import re
 import struct
 import time
 from collections.abc import Sequence
@@ -75,6 +76,11 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
+def _short(text: str) -> str:
+    """gloo's message without the place in its source and the advice after it."""
+    return re.sub(r"^\[\S+:\d+\] ", "", text.splitlines()[0]).partition(". This is typically")[0]
+
+
 def _wait(gloo: Any, work: Any, deadline: float) -> None:
     """Wait for gloo in slices, so that Ctrl-C is heard and a time limit is kept to.
 
@@ -92,7 +98,7 @@ def _wait(gloo: Any, work: Any, deadline: float) -> None:
             text = str(error)
             if work.is_completed() or "timed out" not in text.lower():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
-                raise CollectiveError(text.splitlines()[0]) from error
+                raise CollectiveError(_short(text)) from error
         if time.monotonic() > deadline:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
             raise CollectiveTimeout("it did not finish in time")
@@ -104,10 +110,10 @@ def _wait_message(gloo: Any, work: Any, deadline: float) -> None:
         work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
     except RuntimeError as error:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
-        text = str(error).splitlines()[0]
+        text = str(error)
         if "timed out" in text.lower():
             raise CollectiveTimeout("it did not finish in time") from error
-        raise CollectiveError(text) from error
+        raise CollectiveError(_short(text)) from error
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 from torchtpu.distributed.transports import chosen
 from torchtpu.runtime import devices, processes
 
-__all__ = ["join", "join_at_start"]
+__all__ = ["join", "join_at_start", "leave", "serves"]
 
 _joined: tuple[int, int] | None = None
 _store: Any = None
@@ -36,7 +36,10 @@ def join_at_start() -> None:
     _store = dist.TCPStore(
         job.address, job.port, job.size, job.rank == 0 and not agent, TIMEOUT, wait_for_workers=False, multi_tenant=True
     )
-    _initialise(_store, job.rank, job.size)
+    _initialise(dist.PrefixStore(processes.attempt(), _store), job.rank, job.size)
+    from torchtpu.distributed.create import start_watch
+
+    start_watch(_store, job.rank)  # at exit this rank waits for the others, process group or not
 
 
 def join(store: Any, rank: int, size: int) -> None:
@@ -73,7 +76,10 @@ def _initialise(store: Any, rank: int, size: int) -> None:
         store.set(_KEY, f"{socket.gethostname() if _elsewhere(store) else '127.0.0.1'}:{_free_port()}")
     store.wait([_KEY], TIMEOUT)
     address = store.get(_KEY).decode()
-    # A rank that dies is an error in the others' next collective. Whoever is not in one is ended by JAX after a while.
+    # A rank that dies is an error in the others' next collective, not the end of them (but rank 0, where the runtime's
+    # service is); and SIGTERM, by which torchrun ends a process, is no business of JAX's.
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_enable_preemption_service", False)
     seconds = int(TIMEOUT.total_seconds())
     try:
         jax.distributed.initialize(
@@ -90,6 +96,21 @@ def _initialise(store: Any, rank: int, size: int) -> None:
             f"{error}"
         ) from error
     _joined = rank, size
+
+
+def leave() -> None:
+    """Leave the JAX runtime: before this rank tells the others that it has left, unless it is rank 0."""
+    global _joined
+    if _joined is not None:
+        import jax
+
+        _joined = None
+        jax.distributed.shutdown()
+
+
+def serves() -> int:
+    """How many ranks, this one included, lose the JAX runtime when this process ends."""
+    return _joined[1] if _joined is not None and _joined[0] == 0 else 0
 
 
 def _elsewhere(store: Any) -> bool:

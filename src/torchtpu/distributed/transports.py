@@ -27,6 +27,7 @@ class Transport(Protocol):
     Attributes:
         host: for messages between two ranks.
         asynchronous: its methods return before the values are there.
+        marker: an array that is ready once the last collective has run; None if every one waits for itself.
         one_order: the collectives of all groups of a process run in the order in which they are called.
     """
 
@@ -34,6 +35,8 @@ class Transport(Protocol):
     def host(self) -> HostTransport: ...
     @property
     def asynchronous(self) -> bool: ...
+    @property
+    def marker(self) -> jax.Array | None: ...
     @property
     def one_order(self) -> bool: ...
     def begin(self, call: Call, timeout: float) -> None: ...
@@ -84,6 +87,7 @@ class OnHost(HostTransport):
     """``HostTransport`` for arrays of the device."""
 
     asynchronous = False
+    marker = None
     one_order = False
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:

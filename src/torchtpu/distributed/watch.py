@@ -7,11 +7,13 @@ the line of Python that it runs. Others read it only when something went wrong.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -19,24 +21,48 @@ from typing import Any
 
 import torch
 
-__all__ = ["Call", "Watch", "user_line"]
+from torchtpu.distributed.pending import Pending
+
+__all__ = ["Call", "Watch", "dead", "user_line"]
 
 PERIOD = 1.0
 """Seconds between two reports of a rank."""
+SILENCE = 4 * PERIOD
+"""Seconds without a report after which it is said that a rank may be dead or stopped."""
 _ANSWER = datetime.timedelta(seconds=2)
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(f))) + os.sep for f in (torch.__file__, __file__, os.__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_LIBRARIES = (
+    *(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, __file__, os.__file__)),
+    *(os.path.join(os.path.dirname(_TORCH), name) + os.sep for name in ("jax", "jaxlib", "numpy")),
+)
+_COMPILER = os.path.join("jax", "_src", "compiler.py")
+_MAIN = threading.main_thread().ident or 0
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def user_line(frame: FrameType | None) -> str:
-    """file:line of the innermost frame that is neither PyTorch's, nor the standard library's, nor this package's."""
+    """file:line of the innermost frame that is neither a library's that this package uses, nor its own.
+
+    In a thread that has none, such as autograd's, it is the main thread's, which called for it.
+    """
     first = frame
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_LIBRARIES, _OWN, "<frozen")):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
+    for top in (frame, sys._current_frames().get(_MAIN)):
+        frame = top
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith((*_LIBRARIES, _OWN, "<frozen")):
+                return f"{name}:{frame.f_lineno}"
+            frame = frame.f_back
     return "an unknown line" if first is None else f"{first.f_code.co_filename}:{first.f_lineno}"
+
+
+def _compiles(frame: FrameType | None) -> bool:
+    """Whether a thread is in XLA's compiler."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILER):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @dataclass
@@ -75,8 +101,9 @@ class Watch:
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank = _own_connection(store), rank
         self.current: Call | None = None
+        self.pending: weakref.WeakSet[Pending] = weakref.WeakSet()
+        self._process = _process(os.getpid())
         self._stopped = threading.Event()
-        self._main = threading.main_thread().ident
         self.publish()
         self._thread = threading.Thread(target=self._run, name="torchtpu-watch", daemon=True)
         self._thread.start()
@@ -88,13 +115,23 @@ class Watch:
             self._thread.join(_ANSWER.total_seconds())
             self.publish(left=True)
 
+    def wait_for(self, ranks: Iterable[int], seconds: float) -> None:
+        """Wait until ranks have left the job, or died."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not all(map(self.gone, ranks)):
+            time.sleep(0.05)
+
     def state(self) -> dict[str, Any]:
         """What others read: seconds since the epoch, the collective, and the main thread's line."""
-        call = self.current
-        frame = sys._current_frames().get(self._main) if self._main is not None else None
-        found: dict[str, Any] = {"time": time.time(), "line": user_line(frame)}
+        oldest = {p.key: call for p in list(self.pending) if (call := p.oldest()) is not None}
+        call = min(oldest.values(), key=lambda c: c.started, default=self.current)
+        frame = sys._current_frames().get(_MAIN)
+        found: dict[str, Any] = {"time": time.time(), "line": user_line(frame), "compiles": _compiles(frame)}
+        found["process"] = [_host(), os.getpid(), self._process]
         if call is not None:
             found |= {"call": call.describe(), "done": call.done, "for": time.time() - call.started}
+        found["pending"] = {key: [c.number, c.text, c.describe()] for key, c in oldest.items()}
+        found["begun"] = {p.key: p.begun for p in list(self.pending)}
         return found
 
     def publish(self, left: bool = False) -> None:
@@ -104,31 +141,92 @@ class Watch:
         except Exception:
             self._stopped.set()  # the store's host has gone, and with it everybody who could read this
 
-    def report(self, ranks: Iterable[int]) -> str:
-        """What the other ranks were doing when they last wrote, a line for each."""
-        return "\n".join(f"  rank {rank}: {self._describe(rank)}" for rank in ranks if rank != self.rank)
+    def report(self, ranks: Iterable[int], broken: bool = False) -> str:
+        """What the other ranks were doing when they last wrote, a line for each.
+
+        Args:
+            ranks: of whom.
+            broken: a connection broke, so one of them has ended: wait a little until it is known which.
+        """
+        others = [rank for rank in ranks if rank != self.rank]
+        end = time.monotonic() + SILENCE + PERIOD
+        while broken and time.monotonic() < end and not any(map(self.gone, others)):
+            time.sleep(0.05)
+        return "\n".join(f"  rank {rank}: {self._describe(rank)}" for rank in others)
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        """What a rank wrote last; None if it has not started."""
+        if not self.store.check([_key(rank)]):
+            return None
+        state: dict[str, Any] = json.loads(self.store.get(_key(rank)))
+        return state
+
+    def read(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """What the others of some ranks wrote last; without those that have not started, or while nobody answers."""
+        try:
+            found = {rank: self._read(rank) for rank in ranks if rank != self.rank}
+        except Exception:  # the store's host has gone, as `gone` says of every rank
+            return {}
+        return {
+            rank: state | {"ended": state["left"] or dead(state)} for rank, state in found.items() if state is not None
+        }
+
+    def gone(self, rank: int) -> bool:
+        """Whether a rank has ended, or cannot be asked."""
+        try:
+            state = self._read(rank)
+        except Exception:
+            return True  # the store's host has gone; the report says so
+        return state is not None and (state["left"] or dead(state))
 
     def _describe(self, rank: int) -> str:
         try:
-            if not self.store.check([_key(rank)]):
-                return "has not started"
-            state = json.loads(self.store.get(_key(rank)))
+            state = self._read(rank)
         except Exception as error:
             first = str(error).splitlines()[0][:100]
             return f"unknown, the store does not answer ({first}): its host, rank 0, may be dead"
+        if state is None:
+            return "has not started"
         age = time.time() - state["time"]
         if state["left"]:
             return f"left the job {age:.0f} s ago, after {state.get('call', 'no collective')}"
-        what = f"running {state['line']}"
+        what = f"{'compiling a program for' if state['compiles'] else 'running'} {state['line']}"
         if "call" in state and not state["done"]:
             what = f"for {state['for']:.0f} s in {state['call']}"
         elif "call" in state:
             what += f", after {state['call']}"
-        return f"no sign of life for {age:.0f} s (dead or stopped?), last {what}" if age > 4 * PERIOD else what
+        if dead(state):
+            return f"dead, its process {state['process'][1]} has ended; last {what}"
+        return f"no sign of life for {age:.0f} s (dead or stopped?), last {what}" if age > SILENCE else what
 
     def _run(self) -> None:
         while not self._stopped.wait(PERIOD):
             self.publish()
+            for group in list(self.pending):
+                group.look(self)
+
+
+@functools.cache
+def _host() -> str:
+    """What processes that see each other in /proc have in common."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _process(pid: int) -> str:
+    """When a process started, in the kernel's ticks: its number may be another's later. Empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]  # a killed process is a zombie until its parent asks
+
+
+def dead(state: dict[str, Any]) -> bool:
+    """Whether the process that wrote a state is known to have ended; only those of this host can be known."""
+    host, pid, started = state["process"]
+    return host == _host() and _process(pid) != started
 
 
 def _key(rank: int) -> str:

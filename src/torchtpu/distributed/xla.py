@@ -20,6 +20,7 @@ import torch
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from torchtpu.distributed import pending
 from torchtpu.distributed.errors import CollectiveError, CollectiveTimeout, check_splits
 from torchtpu.distributed.host import HostTransport
 from torchtpu.distributed.reductions import Op, Reduction, working_dtype
@@ -70,6 +71,7 @@ class XlaTransport:
         self.device = first[ranks[rank]]
         self.checks = _checks(platform)
         self.asynchronous = not self.checks
+        self.marker: jax.Array | None = None  # ready when the last program that was enqueued has run
 
     def begin(self, call: Call, timeout: float) -> None:
         """Compare what the ranks call, if that has been asked for."""
@@ -84,8 +86,8 @@ class XlaTransport:
         return [a.reshape(tuple(s)) for a, s in zip(arrays, sizes, strict=True)]
 
     def tensor(self, value: jax.Array, device: int) -> torch.Tensor:
-        """A tpu tensor that holds an array. On XLA:CPU it is waited for, so that a rank that is gone is noticed."""
-        if self.device.platform == "cpu":
+        """A tpu tensor that holds an array; it is waited for where the ranks compare their calls."""
+        if self.checks:
             _wait(value, self.deadline)
         devices.note(device, value)
         return wrap_array(value, device, to_torch(value.dtype))
@@ -93,8 +95,9 @@ class XlaTransport:
     def _run(self, body: Callable[..., Any], key: tuple[Any, ...], *values: jax.Array) -> Any:
         """Run a program on this rank's values; its result is this rank's."""
         program = _program(self.mesh, body, key)
-        shards = [self._global(v) for v in values]
-        return jax.tree.map(lambda a: a.addressable_data(0), program(*shards))
+        result, marker = program(*map(self._global, values))
+        self.marker = marker.addressable_data(0)
+        return jax.tree.map(lambda a: a.addressable_data(0), result)
 
     def _global(self, value: jax.Array) -> jax.Array:
         value = jax.device_put(value, self.device)
@@ -183,15 +186,16 @@ class XlaTransport:
 
 def _checks(platform: str) -> bool:
     """``TORCHTPU_COLLECTIVES_CHECK``: compare what the ranks call before each collective, at the price of a message
-    between the hosts. XLA:CPU always does: there programs that do not fit each other abort the process.
+    between the hosts. By default on XLA:CPU alone: there programs that do not fit each other abort the process.
     """
-    return platform == "cpu" or os.environ.get("TORCHTPU_COLLECTIVES_CHECK", "0") != "0"
+    return os.environ.get("TORCHTPU_COLLECTIVES_CHECK", "1" if platform == "cpu" else "0") != "0"
 
 
 def _wait(value: Any, deadline: float) -> None:
     """Wait for an array while Ctrl-C is heard and a time limit is kept to."""
     pause = 1e-5
     while not value.is_ready():
+        pending.raise_failed()
         if time.monotonic() > deadline:
             raise CollectiveTimeout("it did not finish in time")
         time.sleep(pause)
@@ -220,10 +224,15 @@ def _factor(reduction: Reduction, x: jax.Array) -> tuple[jax.Array, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _program(mesh: Mesh, body: Callable[..., Any], key: tuple[Any, ...]) -> Callable[..., Any]:
-    """A program over a group's devices, compiled for each shape and dtype it meets."""
+    """A program over a group's devices, compiled for each shape and dtype it meets: what the body gives, and a byte by
+    which one can see that it has run, without keeping the rest.
+    """
     spec = PartitionSpec(_AXIS)
-    mapped = jax.shard_map(functools.partial(body, *key), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(mapped)
+
+    def marked(*rows: jax.Array) -> tuple[Any, jax.Array]:
+        return body(*key, *rows), jnp.zeros(1, jnp.int8)
+
+    return jax.jit(jax.shard_map(marked, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
 # ---- the programs: each sees one rank's rows ------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def from_host(tensor: torch.Tensor, device: int) -> jax.Array:
 
 def to_host(array: jax.Array) -> torch.Tensor:
     """A CPU tensor that shares the array's memory where it can, and must not be written to."""
+    devices.waiting(array)
     host = np.asarray(array)
     dtype = to_torch(host.dtype)
     bits = _bits(dtype)

@@ -148,6 +148,7 @@ def _local_scalar_dense(self: torch.Tensor) -> Any:
     """``.item()``."""
     observe.wait("a number read by Python (.item(), bool(), print)")
     array = array_of(self)
+    devices.waiting(array)
     try:
         value = np.asarray(array).reshape(-1)[0]
     except Exception as error:

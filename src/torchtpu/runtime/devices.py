@@ -41,6 +41,7 @@ _state = _State()
 _at_start: list[Callable[[], None]] = []
 _before_start: list[Callable[[], None]] = []
 _flushers: list[Callable[[int], None]] = []
+_waiters: list[Callable[[Any], None]] = []
 
 
 def _after_fork_in_child() -> None:
@@ -257,6 +258,17 @@ def on_flush(function: Callable[[int], None]) -> None:
     _flushers.append(function)
 
 
+def on_wait(function: Callable[[Any], None]) -> None:
+    """Call `function(array)` before anyone waits for an array: it may wait itself, and raise."""
+    _waiters.append(function)
+
+
+def waiting(array: Any) -> None:
+    """Somebody is about to wait for an array."""
+    for function in _waiters:
+        function(array)
+
+
 def note(index: int, array: Any) -> None:
     """Remember an output enqueued on a device, for synchronize(). Weakly: it keeps no memory alive."""
     _state.pending[index].append(weakref.ref(array))
@@ -297,6 +309,7 @@ def _wait(index: int, outputs: list[weakref.ref]) -> None:
             if array is None or array.is_deleted():
                 continue
             try:
+                waiting(array)
                 array.block_until_ready()
             except RuntimeError:
                 if not array.is_deleted():  # donated meanwhile: the program that took it was noted after it

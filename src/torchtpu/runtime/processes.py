@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["Job", "job", "libtpu_environment"]
+__all__ = ["Job", "attempt", "job", "libtpu_environment"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,16 @@ def job() -> Job | None:
     if size == 1:
         return None
     return Job(rank, size, local, local_size, os.environ["MASTER_ADDR"], numbers["MASTER_PORT"])
+
+
+def attempt() -> str:
+    """What tells the keys of this start of the processes from those of an earlier one in the same store.
+
+    torchrun's agents keep the store when they restart the processes (``--max-restarts``), and what a process that was
+    killed has written there stays.
+    """
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
+    return "torchtpu/" + "/".join(os.environ.get(name, "0") for name in names)
 
 
 _BOUNDS = {4: "2,2,1", 8: "2,4,1"}

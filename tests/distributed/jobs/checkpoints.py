@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 BACKEND = "cpu:gloo,tpu:tpu"
 DEVICE = torch.device("tpu", int(os.environ["LOCAL_RANK"]))
 FOLDER = Path(os.environ["CHECKPOINTS"])
+SOURCES = os.environ.get("SOURCES", "saved,saved later").split(",")
+AGAIN = os.environ.get("AGAIN")  # under this name the jobs that load save what they have loaded
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 
 
@@ -73,7 +75,7 @@ def check_asynchronous_save():
 
 def check_load_on_another_number_of_processes():
     expected = torch.load(FOLDER / "expected.pt")
-    for name in ("saved", "saved later"):
+    for name in SOURCES:
         m, optimizer = trained(1)
         state = state_of(m, optimizer)
         dcp.load(state, checkpoint_id=str(FOLDER / name))
@@ -82,6 +84,8 @@ def check_load_on_another_number_of_processes():
         assert found.keys() == expected.keys()
         for key, value in found.items():
             assert torch.equal(value, expected[key]), key
+    if AGAIN:
+        dcp.save(state_of(m, optimizer), checkpoint_id=str(FOLDER / AGAIN))
 
 
 def check_safetensors():
@@ -89,22 +93,26 @@ def check_safetensors():
 
     m, _ = trained(2)
     model = m.state_dict()
-    path = str(FOLDER / "huggingface")
-    if os.environ["PHASE"] == "save":
-        names = dict.fromkeys(model, 1)
-        dcp.save(
-            model,
-            storage_writer=HuggingFaceStorageWriter(
-                path=path, fqn_to_index_mapping=names, save_distributed=True, enable_consolidation=True
-            ),
-        )
-        dist.barrier()
     expected = torch.load(FOLDER / "expected.pt")
-    for v in model.values():
-        v.zero_()
-    dcp.load(model, storage_reader=HuggingFaceStorageReader(path=path))
-    for key, v in model.items():
-        assert torch.equal(v.full_tensor().cpu(), expected[f"model.{key}"]), key
+
+    def save(name):
+        names = dict.fromkeys(model, 1)
+        writer = HuggingFaceStorageWriter(
+            path=str(FOLDER / name), fqn_to_index_mapping=names, save_distributed=True, enable_consolidation=True
+        )
+        dcp.save(model, storage_writer=writer)
+        dist.barrier()
+
+    if os.environ["PHASE"] == "save":
+        save("huggingface")
+    for name in ["huggingface", *(f"huggingface {s}" for s in SOURCES if not s.startswith("saved"))]:
+        for v in model.values():
+            v.zero_()
+        dcp.load(model, storage_reader=HuggingFaceStorageReader(path=str(FOLDER / name)))
+        for key, v in model.items():
+            assert torch.equal(v.full_tensor().cpu(), expected[f"model.{key}"]), key
+    if AGAIN:
+        save(f"huggingface {AGAIN}")
 
 
 def check_safetensors_reads_the_file():
