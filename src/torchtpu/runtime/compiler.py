@@ -1,4 +1,4 @@
-"""Compile a traced function for one device, visibly and interruptibly.
+"""Compile a traced function for a device or a mesh of them, visibly and interruptibly.
 
 XLA compiles in C++ and cannot be stopped, so it runs on a worker thread: the caller waits where Ctrl-C reaches it, and
 a compile that takes
@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from torchtpu.runtime import disk_cache, observe, repeats
+from torchtpu.runtime import disk_cache, meshes, observe, repeats
 from torchtpu.runtime.pieces import Pieces
 
 __all__ = ["Statistics", "compile_program", "statistics", "working_memory"]
@@ -54,6 +54,8 @@ def compile_program(
     donate: tuple[int, ...] = (),
     key: str | None = None,
     operators: Sequence[str] = (),
+    mesh: Mesh | None = None,
+    results: Sequence[Sharding | None] | None = None,
 ) -> Callable[..., Any]:
     """Trace ``function`` on the operands' types and compile it for ``device``, or take it from the cache on disk.
 
@@ -68,6 +70,8 @@ def compile_program(
         key: a digest that says what ``function`` computes from which types; it saves tracing a program that is on
             disk. Without one the traced program is its own key.
         operators: what it is made of, for those who observe.
+        mesh: the devices it runs on, if several; the operands lie there already. Such a program is not kept on disk.
+        results: on a mesh, where each result lies; None where XLA chooses, for one or for all.
 
     Returns:
         A callable of the operands; it enqueues the program and returns its results.
@@ -75,6 +79,12 @@ def compile_program(
     Raises:
         KeyboardInterrupt: Ctrl-C during the compile, which is abandoned.
     """
+    start = time.perf_counter()
+    about = observe.About(name, tuple(operators))
+    if mesh is not None:
+        with jax.enable_x64(True):
+            jitted = jax.jit(function, out_shardings=results, donate_argnums=donate)
+            return _on_mesh(jitted.trace(*operands).lower(), mesh, start, about)
     if key is not None and (found := _from_disk(key, device, name)) is not None:
         return found
     start = time.perf_counter()
@@ -83,7 +93,7 @@ def compile_program(
         traced = jitted.trace(*operands)
         pieces = repeats.split(traced.jaxpr) if repeats.enabled() and not donate else None
         if pieces is None:
-            return _compile(traced.lower(), device, key, repr(donate), start, observe.About(name, tuple(operators)))
+            return _compile(traced.lower(), device, key, repr(donate), start, about)
         compiled: dict[int, Callable[..., Any]] = {}
         runs = Counter(id(p.function) for p in pieces)
         for piece in pieces:
@@ -104,14 +114,24 @@ def _compile(lowered: Any, device: jax.Device, key: str | None, extra: str, star
         key = disk_cache.digest(module, extra)
         if (found := _from_disk(key, device, about.name)) is not None:
             return found
+    compiled = _observed(lowered.compile, module, start, about)
+    disk_cache.save(key, device, compiled, module)
+    return compiled
+
+
+def _on_mesh(lowered: Any, mesh: Mesh, start: float, about: observe.About) -> Any:
+    options = meshes.options(mesh)
+    return _observed(lambda: lowered.compile(compiler_options=options), lowered.as_text(), start, about)
+
+
+def _observed(compile: Callable[[], Any], module: str, start: float, about: observe.About) -> Any:
     observe.lowered(about, module)
     traced = time.perf_counter()
-    compiled = _wait_for(_in_thread(lowered.compile), about.name)
+    compiled = _wait_for(_in_thread(compile), about.name)
     end = time.perf_counter()
     statistics.compiles += 1
     statistics.compile_seconds += end - start
     observe.compiled(observe.CompiledProgram(about, module, compiled, traced - start, end - traced))
-    disk_cache.save(key, device, compiled, module)
     return compiled
 
 
