@@ -103,7 +103,7 @@ class TraceCache:
         variant = _build(trace, arrays, wanted, donated)
         if known is None:
             known = self.known[key] = _Known(list(trace.programs))
-            self.by_head.setdefault(trace.programs[0].name, deque(maxlen=8)).append(known.programs)
+            self.by_head.setdefault(_head(trace), deque(maxlen=8)).append(known.programs)
         known.variants.append(variant)
         return variant
 
@@ -114,7 +114,7 @@ class TraceCache:
             self._miss(f"{length} operators seen before, but other results of them are still referenced")
             return
         best: tuple[int, list[Program]] | None = None
-        for earlier in self.by_head.get(trace.programs[0].name, ()):
+        for earlier in self.by_head.get(_head(trace), ()):
             same = sum(a.name == b.name for a, b in zip(earlier, trace.programs, strict=False))
             if best is None or same >= best[0]:  # the latest of those equally alike
                 best = same, earlier
@@ -141,7 +141,7 @@ class TraceCache:
     def _often(self, trace: Trace) -> bool:
         """Whether a short trace has been compiled for several sizes; it may take some before that pays."""
         names = [p.name for p in trace.programs]
-        alike = sum([p.name for p in earlier] == names for earlier in self.by_head[names[0]])
+        alike = sum([p.name for p in earlier] == names for earlier in self.by_head[_head(trace)])
         return alike >= SHORT_GROWS_AFTER
 
     def _miss(self, reason: str) -> None:
@@ -160,6 +160,12 @@ class TraceCache:
             "operators": self.counts["operators"],
             "misses": list(self.misses),
         }
+
+
+def _head(trace: Trace) -> str:
+    """What traces are compared by: the first operator, and the mesh if it runs on one."""
+    where = "" if trace.placement is None else f" on {dict(trace.placement.mesh.shape)}"
+    return trace.programs[0].name + where
 
 
 def _difference(earlier: list[Program], now: list[Program]) -> str:
