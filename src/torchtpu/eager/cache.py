@@ -224,12 +224,14 @@ def _build(trace: Trace, arrays: list[Any], wanted: tuple[int, ...], donated: tu
 
     # Numbers are passed as three vectors; one by one where blocks repeat, so that all occurrences of a block are alike.
     mesh = trace.placement.mesh if trace.placement is not None else None
-    apart = mesh is None and not donated and repeats.enabled() and repeats.any_run([p.uid for p in programs])
+    apart = not donated and repeats.enabled() and repeats.any_run([p.uid for p in programs])
     index, device = trace.device, devices.device(trace.device)
 
     def operands(floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> tuple[Any, Any, Any]:
         if not apart:
             return floats, integers, seeds
+        if mesh is not None:
+            return floats.tolist(), integers.tolist(), list(seeds)
         first, second = ([number_operand(x, index) for x in vector.tolist()] for vector in (floats, integers))
         return first, second, list(seeds)
 

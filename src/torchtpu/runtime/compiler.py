@@ -20,10 +20,11 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from torchtpu.runtime import disk_cache, meshes, observe, repeats
 from torchtpu.runtime.pieces import Pieces
+from torchtpu.runtime.repeats import Piece
 
 __all__ = ["Statistics", "compile_program", "statistics", "working_memory"]
 
@@ -83,8 +84,11 @@ def compile_program(
     about = observe.About(name, tuple(operators))
     if mesh is not None:
         with jax.enable_x64(True):
-            jitted = jax.jit(function, out_shardings=results, donate_argnums=donate)
-            return _on_mesh(jitted.trace(*operands).lower(), mesh, start, about)
+            traced = jax.jit(function, out_shardings=results, donate_argnums=donate).trace(*operands)
+            pieces = repeats.split(traced.jaxpr) if repeats.enabled() and not donate else None
+            if pieces is None:
+                return _on_mesh(traced.lower(), mesh, start, about)
+            return _pieces_on_mesh(traced.jaxpr, pieces, jax.tree.leaves(operands), mesh, results, about)
     if key is not None and (found := _from_disk(key, device, name)) is not None:
         return found
     start = time.perf_counter()
@@ -104,7 +108,7 @@ def compile_program(
                 about = observe.About(part, tuple(operators), runs[id(piece.function)])
                 compiled[id(piece.function)] = _compile(lowered, device, None, "", start, about)
                 start = time.perf_counter()
-    return Pieces(traced.jaxpr, pieces, compiled, device)
+    return Pieces(traced.jaxpr, pieces, [compiled[id(p.function)] for p in pieces], device)
 
 
 def _compile(lowered: Any, device: jax.Device, key: str | None, extra: str, start: float, about: observe.About) -> Any:
@@ -122,6 +126,39 @@ def _compile(lowered: Any, device: jax.Device, key: str | None, extra: str, star
 def _on_mesh(lowered: Any, mesh: Mesh, start: float, about: observe.About) -> Any:
     options = meshes.options(mesh)
     return _observed(lambda: lowered.compile(compiler_options=options), lowered.as_text(), start, about)
+
+
+def _pieces_on_mesh(
+    closed: core.ClosedJaxpr,
+    pieces: Sequence[Piece],
+    operands: Sequence[Any],
+    mesh: Mesh,
+    results: Sequence[Sharding | None] | None,
+    about: observe.About,
+) -> Pieces:
+    """Compile the pieces of a program one after the other: how XLA divides a piece's results decides how the next ones
+    are compiled, so a block that repeats is compiled once for each way in which it is given its operands.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    lie: dict[Any, Any] = dict(zip(closed.jaxpr.invars, map(meshes.sharding_of, operands), strict=True))
+    wanted = {v: s for v, s in zip(closed.jaxpr.outvars, results or (), strict=False) if not isinstance(v, core.Literal)}
+    compiled: dict[Any, Callable[..., Any]] = {}
+    runs = []
+    for piece in pieces:
+        given = [None if isinstance(v, core.Literal) else lie.get(v) for v in piece.inputs]
+        asked = [wanted.get(v) for v in piece.outputs]
+        key = id(piece.function), *map(meshes.normal, given), *map(meshes.normal, asked)
+        if key not in compiled:
+            start = time.perf_counter()
+            block = jax.jit(
+                core.jaxpr_as_fun(piece.function), in_shardings=[s or everywhere for s in given], out_shardings=asked
+            )
+            part = observe.About(f"part {len(compiled) + 1} of {about.name}", about.operators)
+            compiled[key] = _on_mesh(block.trace(*piece.function.in_avals).lower(), mesh, start, part)
+        runs.append(compiled[key])
+        made: Any = runs[-1]
+        lie.update(zip(piece.outputs, made.output_shardings, strict=True))
+    return Pieces(closed, pieces, runs, everywhere)
 
 
 def _observed(compile: Callable[[], Any], module: str, start: float, about: observe.About) -> Any:

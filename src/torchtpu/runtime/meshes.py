@@ -27,6 +27,7 @@ __all__ = [
     "from_host",
     "make",
     "mesh_in",
+    "normal",
     "options",
     "placement",
     "sharding",
@@ -176,7 +177,7 @@ def placement(operands: Sequence[Any], named: Sequence[Mesh | None] = ()) -> Pla
         if where is None:
             key.append(-1)
             continue
-        key.append(_number(_normal(where)))
+        key.append(_number(normal(where)))
         mesh = _same(mesh, where.mesh if isinstance(where, NamedSharding) else _known(where))
     return None if mesh is None else Placement(mesh, (_number(mesh), *key), tuple(lies))
 
@@ -197,7 +198,7 @@ def _known(where: Sharding) -> Mesh:
     raise RuntimeError(f"a tensor is divided over devices that torchtpu.spmd has made no mesh of: {where}")
 
 
-def _normal(where: Sharding) -> Any:
+def normal(where: Sharding | None) -> Any:
     """Equal for shardings that say the same."""
     if not isinstance(where, NamedSharding):
         return where

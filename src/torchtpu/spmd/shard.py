@@ -18,6 +18,7 @@ from torchtpu.eager.arrays import array_of, host_array, wrap_array
 from torchtpu.lowering.dtypes import to_jax
 from torchtpu.runtime import devices, meshes
 from torchtpu.sharding import Plan, Spec, parse
+from torchtpu.spmd import optimizers
 from torchtpu.spmd.modules import attach, cut, input_spec
 
 __all__ = ["Share", "describe", "layout_of", "shard", "shard_batch", "table"]
@@ -72,6 +73,7 @@ def shard(module: torch.nn.Module, plan: Plan | str | Mapping[str, int]) -> torc
     _move(module, names, specs, layout)
     module.__dict__[_LAYOUT] = layout
     attach(module, layout)
+    optimizers.install()
     _initialise(module, fresh)
     return module
 
