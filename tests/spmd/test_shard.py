@@ -214,7 +214,7 @@ def test_state_is_saved_whole_and_loaded_divided() -> None:
         other.load_state_dict(saved["model"])
         new = torch.optim.AdamW(other.parameters(), lr=1e-2)
         new.load_state_dict(copy.deepcopy(saved["optimizer"]))
-        tokens = torch.ones(4, 6, dtype=torch.long).to("tpu")
+        tokens = torch.arange(24).reshape(4, 6).to("tpu")
         for _ in range(2):
             loss = nn.functional.cross_entropy(other(tokens).flatten(0, 1), tokens.flatten())
             new.zero_grad()
@@ -224,7 +224,7 @@ def test_state_is_saved_whole_and_loaded_divided() -> None:
         if plan is not None:
             assert spec(other.up_proj.weight) == ("tp", None)
             assert spec(new.state[other.up_proj.weight]["exp_avg"]) == ("tp", None)
-    assert losses[:2] == pytest.approx(losses[2:], rel=1e-5)
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-5, abs=1e-6)
 
 
 def test_copy_into_a_parameter_keeps_its_place() -> None:
@@ -269,7 +269,7 @@ def test_described() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(RuntimeError, match=r"fsdp=64 needs 64 devices, and this process has 2; TORCHTPU_CPU_DEVICES=64"):
+    with pytest.raises(RuntimeError, match=r"needs 64 devices, and this process has 2; TORCHTPU_CPU_DEVICES=64"):
         spmd.shard(build(), "fsdp=64")
     with pytest.raises(PlanError, match="does not divide over"):
         spmd.shard(nn.Linear(3, 3), Plan({"tp": 2}, (Rule("weight", (("tp",),)),)))

@@ -51,7 +51,8 @@ def _repeat(joint: torch.fx.GraphModule, constrain: Any) -> None:
     # Gathered parameters of the forward pass, and what is made of each of them alone.
     derived: set[torch.fx.Node] = set()
     for n in nodes[: last + 1]:
-        if _gathers(n, constrain) or (n.target in _CHEAP and n.all_input_nodes and derived.issuperset(n.all_input_nodes)):
+        made_of = n.all_input_nodes
+        if _gathers(n, constrain) or (n.target in _CHEAP and made_of and derived.issuperset(made_of)):
             derived.add(n)
     again: dict[torch.fx.Node, torch.fx.Node] = {}
 

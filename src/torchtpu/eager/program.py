@@ -289,8 +289,9 @@ def results_in_place(program: Program, operands: Sequence[Sharding | None]) -> l
         lies[made + n] = operands[i]
     if not program.reads:
         for n in range(made):
-            like = (x for x, shape in zip(operands, program.shapes, strict=False) if shape == program.result_types[n].shape)
-            lies[n] = next((x for x in like if x is not None), None)
+            size = program.result_types[n].shape
+            like = (x for x, shape in zip(operands, program.shapes, strict=False) if shape == size and x is not None)
+            lies[n] = next(like, None)
     return lies
 
 

@@ -141,7 +141,8 @@ def _pieces_on_mesh(
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     lie: dict[Any, Any] = dict(zip(closed.jaxpr.invars, map(meshes.sharding_of, operands), strict=True))
-    wanted = {v: s for v, s in zip(closed.jaxpr.outvars, results or (), strict=False) if not isinstance(v, core.Literal)}
+    outputs = zip(closed.jaxpr.outvars, results or (), strict=False)
+    wanted = {v: s for v, s in outputs if not isinstance(v, core.Literal)}
     compiled: dict[Any, Callable[..., Any]] = {}
     runs = []
     for piece in pieces:

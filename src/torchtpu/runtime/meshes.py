@@ -7,6 +7,7 @@ Until a mesh has been made nobody asks any of this.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,11 +75,23 @@ def text(mesh: Mesh, spec: Sequence[Sequence[str]]) -> str:
     return f"{_meshes.index(mesh)}:{';'.join(','.join(axes) for axes in spec)}"
 
 
-def sharding(place: str) -> NamedSharding:
-    """The sharding behind ``text``."""
+def sharding(place: str, shape: Sequence[int]) -> NamedSharding | None:
+    """The sharding behind ``text`` for an array of some shape, without the axes that do not divide it; None where the
+    place has more dimensions than the array.
+    """
     number, _, spec = place.partition(":")
-    axes = [tuple(a for a in part.split(",") if a) or None for part in spec.split(";")]
-    return NamedSharding(_meshes[int(number)], PartitionSpec(*axes))
+    mesh = _meshes[int(number)]
+    parts = [[a for a in part.split(",") if a] for part in spec.split(";")] if spec else []
+    if len(parts) > len(shape):
+        return None
+    kept = []
+    for size, axes in zip(shape, parts, strict=False):
+        fitting: list[str] = []
+        for axis in axes:
+            if size % math.prod(mesh.shape[a] for a in (*fitting, axis)) == 0:
+                fitting.append(axis)
+        kept.append(tuple(fitting) or None)
+    return NamedSharding(mesh, PartitionSpec(*kept))
 
 
 def divided(array: Any) -> bool:
@@ -102,9 +115,9 @@ def from_host(host: np.ndarray, where: Sharding) -> jax.Array:
 
 def as_stored(array: Any, before: Any) -> Any:
     """An array laid out as the one whose place it takes, where that is divided and of the same shape."""
-    if not divided(before) or not isinstance(array, jax.Array) or array.shape != before.shape or array.sharding == before.sharding:
+    if not divided(before) or not isinstance(array, jax.Array) or array.shape != before.shape:
         return array
-    return jax.device_put(array, before.sharding)
+    return array if array.sharding == before.sharding else jax.device_put(array, before.sharding)
 
 
 def mesh_in(closed: core.ClosedJaxpr) -> Mesh | None:

@@ -7,59 +7,87 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import torch
+from jax.sharding import Mesh
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from torchtpu import _C
-from torchtpu.aot.layout import Layout
-from torchtpu.eager.arrays import force, from_host, wrap_array
-from torchtpu.eager.arrays import host_array as elements
+from torchtpu.eager.arrays import host_array, wrap_array
 from torchtpu.eager.hidden import hide_from_dynamo
-from torchtpu.runtime import devices, meshes
-from torchtpu.sharding import Spec
+from torchtpu.runtime import meshes
+from torchtpu.sharding import Plan
 from torchtpu.spmd.operator import constrain
 
-__all__ = ["attach", "cut"]
+__all__ = ["Divided", "attach", "cut"]
 
 
-def attach(model: torch.nn.Module, layout: Layout) -> list[Any]:
-    """Put the hooks on a model; returns their handles."""
-    handles: list[Any] = []
+@dataclass(frozen=True)
+class Divided:
+    """A plan on a mesh."""
+
+    plan: Plan
+    mesh: Mesh
+
+    def place(self, *spec: Sequence[str]) -> str:
+        """A place as operators take it: axes by dimension, the dimensions after the last one whole."""
+        return meshes.text(self.mesh, spec)
+
+    def __deepcopy__(self, memo: Any) -> Divided:
+        return self  # devices cannot be copied
+
+
+def attach(model: torch.nn.Module, divided: Divided) -> None:
+    """Put the hooks on a model."""
+    plan = divided.plan
     for path, module in model.named_modules():
-        handles += _parameters(path, module, layout)
-        handles += _results(path, module, layout)
+        _parameters(path, module, divided)
+        rule = next((r for r in plan.activations if re.search(r.pattern, path)), None)
+        if rule is not None:
+            module.register_forward_hook(_Result(divided.place(*rule.spec)))
+    between = _Result(divided.place(plan.batch, plan.sequence, ()), divided.place(plan.batch, ()))
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList):
-            handles += [layer.register_forward_hook(_Hidden(layout)) for layer in module]
+            for layer in module:
+                layer.register_forward_hook(between)
         elif isinstance(module, torch.nn.Embedding):
-            handles.append(module.register_forward_hook(_Hidden(layout)))
-    handles.append(model.register_forward_pre_hook(_Inputs(layout), with_kwargs=True))
-    if layout.plan.gathered:
+            module.register_forward_hook(between)
+    model.register_forward_pre_hook(_Inputs(divided), with_kwargs=True)
+    if plan.gathered:
         around = _Gathered()
-        handles.append(model.register_forward_pre_hook(around.enter))
-        handles.append(model.register_forward_hook(around.leave, always_call=True))
-    return handles
+        model.register_forward_pre_hook(around.enter)
+        model.register_forward_hook(around.leave, always_call=True)
 
 
-def cut(x: torch.Tensor, layout: Layout, spec: Spec) -> torch.Tensor:
-    """A tensor divided over the mesh, each device given only its part where the values are at hand."""
-    place = meshes.text(layout.mesh, spec)
+# ---- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def cut(x: torch.Tensor, divided: Divided) -> torch.Tensor:
+    """An input divided over the mesh, each device given only its part where the values are at hand: the batch first,
+    and the sequence where it is tokens (integers of two dimensions).
+    """
+    if x.dim() == 0:
+        return x
+    tokens = x.dim() == 2 and not x.dtype.is_floating_point
+    place = divided.place(divided.plan.batch, divided.plan.sequence) if tokens else divided.place(divided.plan.batch)
     if not torch.compiler.is_compiling() and not x.requires_grad:
-        made = _cut_now(x, layout, spec)
+        made = _cut_now(x, place)
         if made is not None:
             return made
     return constrain(x if x.device.type == "tpu" else x.to("tpu"), place, place)
 
 
-def _cut_now(x: torch.Tensor, layout: Layout, spec: Spec) -> torch.Tensor | None:
-    where = layout.sharding(spec)
+def _cut_now(x: torch.Tensor, place: str) -> torch.Tensor | None:
+    """The tensor if its values are at hand, with no program."""
+    where = meshes.sharding(place, tuple(x.shape))
+    if where is None:
+        return x
     if x.device.type == "cpu":
-        host = elements(x.detach().contiguous())
-        return wrap_array(meshes.from_host(host, where), 0, x.dtype)
+        return wrap_array(meshes.from_host(host_array(x.contiguous()), where), 0, x.dtype)
     if x.device.type != "tpu" or not x.is_contiguous() or x.storage_offset() or x.is_conj() or x.is_neg():
         return None
     value, shape, dtype = _C.get_value(x)
@@ -74,74 +102,57 @@ hide_from_dynamo(_cut_now)
 
 
 class _Inputs:
-    """Cuts what the model is called with: the batch, and the sequence of tokens."""
+    """Cuts what the model is called with."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, divided: Divided) -> None:
+        self.divided = divided
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return tree_map(self.part, args), tree_map(self.part, kwargs)
 
     def part(self, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or x.device.type != "tpu" or x.dim() == 0:
-            return x
-        return cut(x, self.layout, input_spec(self.layout, x)) if any(input_spec(self.layout, x)) else x
+        return cut(x, self.divided) if isinstance(x, torch.Tensor) and x.device.type == "tpu" else x
 
 
-def input_spec(layout: Layout, x: torch.Tensor) -> Spec:
-    """Axes of an input: the batch first; tokens' second dimension is the sequence."""
-    tokens = x.dim() == 2 and not x.dtype.is_floating_point
-    axes = (layout.plan.batch, layout.plan.sequence if tokens else ())
-    return layout.fitting(tuple(x.shape), axes[: x.dim()])
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
-class _Hidden:
-    """Lays out what a layer hands to the next."""
+class _Result:
+    """Lays out a module's result, or the first of several.
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    Args:
+        place: where it lies.
+        other: where one lies that has not three dimensions (batch, sequence, width), if elsewhere.
+    """
+
+    def __init__(self, place: str, other: str | None = None) -> None:
+        self.place, self.other = place, other or place
 
     def __call__(self, module: torch.nn.Module, args: Any, result: Any) -> Any:
-        if isinstance(result, tuple) and result and _is_hidden(result[0]):
+        if type(result) is tuple and result:
             return (self.placed(result[0]), *result[1:])
-        return self.placed(result) if _is_hidden(result) else None
+        return self.placed(result)
 
-    def placed(self, x: torch.Tensor) -> torch.Tensor:
-        place = meshes.text(self.layout.mesh, self.layout.hidden(tuple(x.shape)))
+    def placed(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.device.type != "tpu" or not x.dtype.is_floating_point or x.dim() < 2:
+            return x
+        place = self.place if x.dim() == 3 else self.other
         return constrain(x, place, place)
 
 
-def _is_hidden(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.device.type == "tpu" and x.dim() > 1 and x.dtype.is_floating_point
+# ---- parameters -----------------------------------------------------------------------------------------------------
 
 
-def _results(path: str, module: torch.nn.Module, layout: Layout) -> list[Any]:
-    """Hooks for a module whose result the plan names."""
-    if not any(re.search(rule.pattern, path) for rule in layout.plan.activations):
-        return []
-
-    def hook(module: torch.nn.Module, args: Any, result: Any) -> Any:
-        if not _is_hidden(result):
-            return None
-        spec = layout.plan.activation(path, tuple(result.shape))
-        if spec is None:
-            return None
-        place = meshes.text(layout.mesh, layout.fitting(tuple(result.shape), spec))
-        return constrain(result, place, place)
-
-    return [module.register_forward_hook(hook)]
-
-
-def _parameters(path: str, module: torch.nn.Module, layout: Layout) -> list[Any]:
+def _parameters(path: str, module: torch.nn.Module, divided: Divided) -> None:
     """Hooks that put in place of a module's parameters, while it runs, what they are gathered to."""
     places: dict[str, tuple[str, str]] = {}
     for name, p in module.named_parameters(recurse=False):
         full, shape = f"{path}.{name}" if path else name, tuple(p.shape)
-        stored, used = layout.plan.spec(full, shape), layout.plan.used(full, shape)
+        stored, used = divided.plan.spec(full, shape), divided.plan.used(full, shape)
         if p.dtype.is_floating_point and (stored != used or p.requires_grad):
-            places[name] = meshes.text(layout.mesh, used), meshes.text(layout.mesh, stored)
+            places[name] = divided.place(*used), divided.place(*stored)
     if not places:
-        return []
+        return
 
     def enter(module: torch.nn.Module, args: Any) -> None:
         for name, (used, stored) in places.items():
@@ -154,10 +165,8 @@ def _parameters(path: str, module: torch.nn.Module, layout: Layout) -> list[Any]
         for name in places:
             module.__dict__.pop(name, None)
 
-    return [
-        module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave, always_call=True),
-    ]
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def _gather(p: torch.Tensor, used: str, stored: str) -> torch.Tensor:
@@ -173,7 +182,8 @@ _gathered: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
 
 def _note(made: torch.Tensor, p: torch.Tensor, used: str, stored: str) -> None:
     storage = _C.storage_of(made)[0]
-    _gathered[storage] = weakref.ref(made, lambda _: _gathered.pop(storage, None)), (p.detach(), p._version, used, stored)
+    source = p.detach(), p._version, used, stored
+    _gathered[storage] = weakref.ref(made, lambda _: _gathered.pop(storage, None)), source
 
 
 hide_from_dynamo(_note)

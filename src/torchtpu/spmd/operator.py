@@ -9,7 +9,7 @@ import torch
 __all__ = ["constrain"]
 
 _library = torch.library.Library("torchtpu", "FRAGMENT")
-_library.define("constrain(Tensor self, str place, str gradient, bool again) -> Tensor")
+_library.define("constrain(Tensor self, str place, str gradient, bool again) -> Tensor", tags=(torch.Tag.pointwise,))
 
 
 @torch.library.register_fake("torchtpu::constrain", lib=_library)

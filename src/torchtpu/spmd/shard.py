@@ -5,28 +5,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 
-from torchtpu import _C
-from torchtpu.aot.layout import Layout
 from torchtpu.eager.arrays import array_of, host_array, wrap_array
 from torchtpu.lowering.dtypes import to_jax
 from torchtpu.runtime import devices, meshes
 from torchtpu.sharding import Plan, Spec, parse
-from torchtpu.spmd import optimizers
-from torchtpu.spmd.modules import attach, cut, input_spec
+from torchtpu.spmd import experts, optimizers
+from torchtpu.spmd.modules import Divided, attach, cut
 
-__all__ = ["Share", "describe", "layout_of", "shard", "shard_batch", "table"]
+__all__ = ["Share", "describe", "divide_by", "shard", "shard_batch", "table"]
 
-_LAYOUT = "_torchtpu_layout"
+_DIVIDED = "_torchtpu_divided"
 
 
-def layout_of(plan: Plan | str | Mapping[str, int]) -> Layout:
+def divide_by(plan: Plan | str | Mapping[str, int]) -> Divided:
     """A plan on the first devices of this process.
 
     Args:
@@ -40,8 +38,9 @@ def layout_of(plan: Plan | str | Mapping[str, int]) -> Layout:
         plan = ",".join(f"{a}={n}" for a, n in plan.items())
     if isinstance(plan, str):
         open_axis = not plan.endswith(".json") and any("=" not in p and ":" not in p for p in plan.split(","))
-        plan = parse(plan, devices.initialise() if open_axis else None)
-    return Layout(plan, meshes.make(plan.mesh), devices.platform())
+        # Presets drop tokens that are too many for an expert; PyTorch keeps them all.
+        plan = replace(parse(plan, devices.initialise() if open_axis else None), capacity=None)
+    return Divided(plan, meshes.make(plan.mesh))
 
 
 def shard(module: torch.nn.Module, plan: Plan | str | Mapping[str, int]) -> torch.nn.Module:
@@ -52,7 +51,7 @@ def shard(module: torch.nn.Module, plan: Plan | str | Mapping[str, int]) -> torc
 
     Args:
         module: the model. Optimizers are made afterwards, of its parameters.
-        plan: see ``layout_of``.
+        plan: see ``divide_by``.
 
     Returns:
         The module.
@@ -64,15 +63,17 @@ def shard(module: torch.nn.Module, plan: Plan | str | Mapping[str, int]) -> torc
     Example:
         >>> model = torchtpu.spmd.shard(model, "fsdp=4,tp=2")
     """
-    if _LAYOUT in module.__dict__:
+    if _DIVIDED in module.__dict__:
         raise RuntimeError("this module is divided already")
-    layout = layout_of(plan)
+    divided = divide_by(plan)
     names = _names(module)
-    specs = {name: layout.plan.spec(name, tuple(t.shape)) for name, t in names.values()}
+    specs = {name: divided.plan.spec(name, tuple(t.shape)) for name, t in names.values()}
     fresh = [m for m in module.modules() if any(t.is_meta for t in _own(m))]
-    _move(module, names, specs, layout)
-    module.__dict__[_LAYOUT] = layout
-    attach(module, layout)
+    _move(module, names, specs, divided)
+    module.__dict__[_DIVIDED] = divided
+    if divided.plan.experts is not None:
+        experts.use(module, divided)
+    attach(module, divided)
     optimizers.install()
     _initialise(module, fresh)
     return module
@@ -85,14 +86,12 @@ def shard_batch(x: Any, plan: torch.nn.Module | Plan | str | Mapping[str, int]) 
         x: a tensor, on the CPU or the device, or a nest of them.
         plan: a divided module, or its plan.
     """
-    layout = _layout(plan) if isinstance(plan, torch.nn.Module) else layout_of(plan)
-    return torch.utils._pytree.tree_map(
-        lambda t: cut(t, layout, input_spec(layout, t)) if isinstance(t, torch.Tensor) else t, x
-    )
+    divided = _divided_by(plan) if isinstance(plan, torch.nn.Module) else divide_by(plan)
+    return torch.utils._pytree.tree_map(lambda t: cut(t, divided) if isinstance(t, torch.Tensor) else t, x)
 
 
-def _layout(module: torch.nn.Module) -> Layout:
-    found = module.__dict__.get(_LAYOUT)
+def _divided_by(module: torch.nn.Module) -> Divided:
+    found = module.__dict__.get(_DIVIDED)
     if found is None:
         raise RuntimeError("this module has not been divided: call torchtpu.spmd.shard(module, plan)")
     return found
@@ -112,7 +111,7 @@ def _own(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _move(
-    module: torch.nn.Module, names: dict[int, tuple[str, torch.Tensor]], specs: dict[str, Spec], layout: Layout
+    module: torch.nn.Module, names: dict[int, tuple[str, torch.Tensor]], specs: dict[str, Spec], divided: Divided
 ) -> None:
     """Give a model's parameters and buffers divided values. The tensors stay the same objects where PyTorch can do that
     (all but those on meta), and tied ones stay tied.
@@ -125,13 +124,13 @@ def _move(
                     continue
                 if id(t) not in moved:
                     name = names[id(t)][0]
-                    moved[id(t)] = _moved(t, name, specs[name], layout)
+                    moved[id(t)] = _moved(t, name, specs[name], divided)
                 group[key] = moved[id(t)]  # type: ignore[assignment]
 
 
-def _moved(t: torch.Tensor, name: str, spec: Spec, layout: Layout) -> torch.Tensor:
-    made = _divided(t, name, spec, layout)
-    gradient = None if t.grad is None else _divided(t.grad, name, spec, layout)
+def _moved(t: torch.Tensor, name: str, spec: Spec, divided: Divided) -> torch.Tensor:
+    made = _divided(t, name, spec, divided)
+    gradient = None if t.grad is None else _divided(t.grad, name, spec, divided)
     if t.is_meta:
         new = torch.nn.Parameter(made, t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
         new.__dict__.update(t.__dict__)
@@ -142,9 +141,10 @@ def _moved(t: torch.Tensor, name: str, spec: Spec, layout: Layout) -> torch.Tens
     return t
 
 
-def _divided(t: torch.Tensor, name: str, spec: Spec, layout: Layout) -> torch.Tensor:
+def _divided(t: torch.Tensor, name: str, spec: Spec, divided: Divided) -> torch.Tensor:
     """A tensor on the device with the elements of another (zeros for one on meta), divided."""
-    where = layout.sharding(spec)
+    where = meshes.sharding(divided.place(*spec), tuple(t.shape))
+    assert where is not None
     if t.is_meta:
         zeros = np.zeros((), to_jax(t.dtype))
         parts = lambda index: np.broadcast_to(zeros, where.shard_shape(tuple(t.shape)))  # noqa: E731
@@ -203,24 +203,24 @@ class Share:
 
 def table(module: torch.nn.Module) -> list[Share]:
     """How the parameters and buffers of a divided module lie."""
-    layout = _layout(module)
+    divided = _divided_by(module)
     shares = []
     for name, t in _names(module).values():
-        spec = layout.plan.spec(name, tuple(t.shape))
-        parts = math.prod(layout.plan.size(axes) for axes in spec)
+        spec = divided.plan.spec(name, tuple(t.shape))
+        parts = math.prod(divided.plan.size(axes) for axes in spec)
         shares.append(Share(name, tuple(t.shape), t.dtype, spec, t.numel() * t.element_size() // parts))
     return shares
 
 
 def describe(module: torch.nn.Module) -> str:
     """``table`` for people: parameters with their axes and bytes a device."""
-    layout, shares = _layout(module), table(module)
+    divided, shares = _divided_by(module), table(module)
     lines = []
     for s in shares:
         sizes = " x ".join(f"{n}/{'.'.join(axes)}" if axes else str(n) for n, axes in zip(s.shape, s.spec, strict=True))
         lines.append((s.name, sizes or "scalar", str(s.dtype).removeprefix("torch."), f"{s.nbytes:,}"))
     widths = [max((len(line[i]) for line in lines), default=0) for i in range(4)]
-    mesh = " x ".join(f"{a}={n}" for a, n in layout.plan.mesh.items())
+    mesh = " x ".join(f"{a}={n}" for a, n in divided.plan.mesh.items())
     whole = sum(math.prod(s.shape) * s.dtype.itemsize for s in shares)
     return "\n".join(
         [
