@@ -1,6 +1,6 @@
 """What a process with eight emulated devices finds out; the last line of its output is JSON.
 
-    job.py llama|generate|experts PLAN
+job.py llama|generate|experts PLAN
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def peak(program: observe.CompiledProgram) -> int:
     return kept + found.temp_size_in_bytes
 
 
-def largest(programs: list[observe.CompiledProgram], word: str) -> observe.CompiledProgram:
-    """The program with the most operators among those that have one of this name."""
-    return max((p for p in programs if any(word in o for o in p.about.operators)), key=lambda p: len(p.about.operators))
+def largest(programs: list[observe.CompiledProgram], products: bool) -> observe.CompiledProgram:
+    """The program with the most operators among those with matrix products, or those without."""
+    alike = [p for p in programs if any("mm" in o for o in p.about.operators) is products]
+    return max(alike, key=lambda p: len(p.about.operators))
 
 
 def whole_at_once(text: str, shapes: set[tuple[int, ...]]) -> int:
@@ -97,9 +98,9 @@ def memory(model: torch.nn.Module, programs: list[observe.CompiledProgram], shar
     _, _, alone = train(llama(LAYERS).to("tpu"), BATCH // torch.tpu.device_count())
     whole = sum(p.nbytes for p in model.parameters())
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
-    activations = peak(largest(alone, "mm")) - 2 * whole
+    activations = peak(largest(alone, True)) - 2 * whole
     shapes = {s for p in model.parameters() if p.dim() > 1 for s in (tuple(p.shape), tuple(p.shape[::-1]))}
-    step, update = largest(programs, "mm"), largest(programs, "sqrt")
+    step, update = largest(programs, True), largest(programs, False)
     return [
         {"name": name, "peak": peak(p), "ideal": ideal, "whole": whole_at_once(p.executable.as_text(), shapes)}
         for name, p, ideal in (

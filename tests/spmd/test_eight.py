@@ -20,9 +20,7 @@ def run(*arguments: str) -> dict[str, Any]:
     env = {**os.environ, "TORCHTPU_CPU_DEVICES": "8", "TORCHTPU_PLATFORM": "cpu", "PYTHONPATH": str(SOURCE)}
     # The test is of what XLA divides, not of the code that LLVM makes of it.
     env["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    done = subprocess.run(
-        [sys.executable, str(JOB), *arguments], env=env, capture_output=True, text=True, timeout=1200
-    )
+    done = subprocess.run([sys.executable, str(JOB), *arguments], env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

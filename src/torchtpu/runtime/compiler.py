@@ -71,7 +71,7 @@ def compile_program(
         key: a digest that says what ``function`` computes from which types; it saves tracing a program that is on
             disk. Without one the traced program is its own key.
         operators: what it is made of, for those who observe.
-        mesh: the devices it runs on, if several; the operands lie there already. Such a program is not kept on disk.
+        mesh: the devices it runs on, if several; the operands lie there already, and ``key`` is not asked for.
         results: on a mesh, where each result lies; None where XLA chooses, for one or for all.
 
     Returns:
@@ -124,8 +124,13 @@ def _compile(lowered: Any, device: jax.Device, key: str | None, extra: str, star
 
 
 def _on_mesh(lowered: Any, mesh: Mesh, start: float, about: observe.About) -> Any:
-    options = meshes.options(mesh)
-    return _observed(lambda: lowered.compile(compiler_options=options), lowered.as_text(), start, about)
+    module, options, devices = lowered.as_text(), meshes.options(mesh), list(mesh.devices.flat)
+    key = disk_cache.digest(module, repr((options, [d.id for d in devices])))
+    if (found := _from_disk(key, devices[0], about.name, devices)) is not None:
+        return found
+    compiled = _observed(lambda: lowered.compile(compiler_options=options), module, start, about)
+    disk_cache.save(key, devices[0], compiled, module)
+    return compiled
 
 
 def _pieces_on_mesh(
@@ -173,11 +178,11 @@ def _observed(compile: Callable[[], Any], module: str, start: float, about: obse
     return compiled
 
 
-def _from_disk(key: str, device: jax.Device, name: str) -> Any | None:
+def _from_disk(key: str, device: jax.Device, name: str, mesh: Sequence[jax.Device] | None = None) -> Any | None:
     if observe.watched():
         return None
     start = time.perf_counter()
-    found = disk_cache.load(key, device)
+    found = disk_cache.load(key, device, mesh)
     if found is not None:
         statistics.disk_hits += 1
         statistics.disk_seconds += time.perf_counter() - start

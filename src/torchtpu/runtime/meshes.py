@@ -191,7 +191,7 @@ def placement(operands: Sequence[Any], named: Sequence[Mesh | None] = ()) -> Pla
             key.append(-1)
             continue
         key.append(_number(normal(where)))
-        mesh = _same(mesh, where.mesh if isinstance(where, NamedSharding) else _known(where))
+        mesh = _same(mesh, _mesh_of(where))
     return None if mesh is None else Placement(mesh, (_number(mesh), *key), tuple(lies))
 
 
@@ -204,7 +204,9 @@ def _same(mesh: Mesh | None, other: Mesh) -> Mesh:
     return mesh or other
 
 
-def _known(where: Sharding) -> Mesh:
+def _mesh_of(where: Sharding) -> Mesh:
+    if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh):
+        return where.mesh
     for mesh in _meshes:
         if set(mesh.devices.flat) == where.device_set:
             return mesh
