@@ -15,6 +15,7 @@ from torchtpu import _autoload
 
 if TYPE_CHECKING:
     from torchtpu import export as export
+    from torchtpu import spmd as spmd
     from torchtpu.compile.explain import explain as explain
 
 __version__ = "0.1.0"
@@ -28,6 +29,10 @@ def __getattr__(name: str) -> Any:
         import torchtpu.export
 
         return torchtpu.export
+    if name == "spmd":
+        import torchtpu.spmd
+
+        return torchtpu.spmd
     if name == "explain":
         from torchtpu.compile.explain import explain
 

@@ -52,6 +52,13 @@ def test_several_devices() -> None:
     assert len(lines) == 6
 
 
+def test_spmd() -> None:
+    pytest.importorskip("transformers")
+    lines = run("spmd.py", "--plan", "fsdp=2,tp=2", "--steps", "2", TORCHTPU_CPU_DEVICES="4").splitlines()
+    assert any(line.startswith("fsdp=2 x tp=2: ") for line in lines)
+    assert lines[-1].startswith("step 1  loss on 4 devices")
+
+
 def test_distributed() -> None:
     """As documented: torchrun, two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -67,6 +74,6 @@ def test_distributed() -> None:
 
 def test_every_example_is_tested_and_documented() -> None:
     names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"train_tiny_llama.py", "sentence_pairs.py", "several_devices.py", "distributed.py"}
+    assert names == {"train_tiny_llama.py", "sentence_pairs.py", "several_devices.py", "spmd.py", "distributed.py"}
     guide = (EXAMPLES.parent / "docs" / "getting-started.md").read_text()
     assert all(name in guide for name in names)

@@ -13,6 +13,7 @@ import torch._functorch.config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
+from torchtpu.compile.gathering import partition
 from torchtpu.compile.graph import GraphProgram
 from torchtpu.compile.padding import Buckets
 from torchtpu.compile.segments import SegmentedProgram, has_collectives
@@ -26,7 +27,7 @@ def _compiler(buckets: Buckets) -> Callable[..., Any]:
             return make_boxed_func(SegmentedProgram(module, lambda part: GraphProgram(part, buckets)))
         return make_boxed_func(GraphProgram(module, buckets))
 
-    return aot_autograd(fw_compiler=compile_graph)
+    return aot_autograd(fw_compiler=compile_graph, partition_fn=partition)
 
 
 def backend(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:

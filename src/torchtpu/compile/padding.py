@@ -45,7 +45,7 @@ from torchtpu.eager.program import Inputs, describe_values, stacked_checks
 from torchtpu.eager.views import physical_order, row_major
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import rounded, to_jax, to_torch
-from torchtpu.runtime import checks, devices
+from torchtpu.runtime import checks, devices, meshes
 from torchtpu.runtime.compiler import compile_program
 
 __all__ = ["Buckets", "PaddedProgram", "padded_flat"]
@@ -222,13 +222,20 @@ class PaddedProgram:
             device = inputs[self.changing[0]].device.index
         padded = [_padding.pad(inputs[i], i, sizes, device) for i in self.changing]
         changing = [array for array, _ in padded]
-        whole = (key, device, sizes.rounded, *[(order, array.shape) for array, order in padded])
+        whole: tuple[Any, ...] = (key, device, sizes.rounded, *[(order, array.shape) for array, order in padded])
+        placement = None
+        if meshes.active:
+            operands = [force(x) for x in operands]
+            placement = meshes.placement([*changing, *operands])
+        if placement is not None:
+            whole = (*whole, placement.key)
+            operands, changing = placement.spread(operands), placement.spread(changing)
         run = self.programs.get(whole)
         if run is None:
             if sum(prepare_storage(t) for t in fixed if isinstance(t, torch.Tensor) and t.device.type == "tpu"):
                 return self(inputs)
             orders = [order for _, order in padded]
-            run = self.programs[whole] = self._build(inputs, operands, changing, orders, sizes, device)
+            run = self.programs[whole] = self._build(inputs, operands, changing, orders, sizes, device, placement)
         return run([force(x) for x in operands], changing, inputs, sizes, device)
 
     def _build(
@@ -239,7 +246,9 @@ class PaddedProgram:
         orders: list[tuple[int, ...]],
         sizes: _Sizes,
         device: int,
+        placement: meshes.Placement | None,
     ) -> Callable[..., Any]:
+        everywhere = placement.spread if placement is not None else list
         fixed = describe_values([inputs[i] for i in self.fixed])
         numbers = [i for i, s in enumerate(fixed.operands) if s is None]
         notes: dict[str, Any] = {}
@@ -269,15 +278,20 @@ class PaddedProgram:
             notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
             return [*leaving, *stacked_checks(trace)]
 
+        given = examples(fixed, [force(x) for x in operands], device, self.random)
+        if placement is not None:  # where they lie counts, not only their types
+            known = [x if isinstance(x, jax.Array) else g for g, x in zip(given, operands, strict=False)]
+            given = placement.spread([*known, *given[len(known) :]])
         run = compile_program(
             traced,
             [
                 changing,
-                [number_operand(n, device) for n in sizes.read],
-                *examples(fixed, [force(x) for x in operands], device, self.random),
+                everywhere([number_operand(n, device) for n in sizes.read]),
+                *given,
             ],
             devices.device(device),
             self.name,
+            mesh=None if placement is None else placement.mesh,
         )
         specs, messages, draws = notes["specs"], notes["checks"], notes["draws"]
         starts = fixed.starts()
@@ -292,7 +306,8 @@ class PaddedProgram:
             if self.random:
                 operands.append(seed_words(reserve_seed(None, device, draws)))
             try:
-                values = run(changing, [number_operand(n, device) for n in sizes.read], *operands)
+                counts = [number_operand(n, device) for n in sizes.read]
+                values = run(changing, everywhere(counts), *everywhere(operands))
             except Exception as error:
                 raise translate(error, self.name, device) from error
             if values:

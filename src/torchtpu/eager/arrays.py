@@ -19,6 +19,7 @@ from torchtpu.runtime import devices
 __all__ = [
     "array_of",
     "from_host",
+    "host_array",
     "make_spec",
     "number_operand",
     "physical_shape",
@@ -86,13 +87,17 @@ def from_host(tensor: torch.Tensor, device: int) -> jax.Array:
     XLA:CPU uses the memory as it is, and a TPU reads it after this returns: whoever passes a tensor that can still
     change passes a clone.
     """
+    with jax.enable_x64(True):
+        return jax.device_put(host_array(tensor), devices.device(device))
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+    """The elements of a contiguous CPU tensor, in its memory, as the device holds them."""
     tensor = tensor.detach()
     if tensor.dtype is torch.complex32:
         tensor = tensor.to(torch.complex64)
     bits, dtype = _bits(tensor.dtype), to_jax(tensor.dtype)
-    host = tensor.view(bits).numpy().view(dtype) if bits is not None else tensor.numpy()
-    with jax.enable_x64(True):
-        return jax.device_put(host, devices.device(device))
+    return tensor.view(bits).numpy().view(dtype) if bits is not None else tensor.numpy()
 
 
 def to_host(array: jax.Array) -> torch.Tensor:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from torchtpu.eager import growth
 from torchtpu.eager.arrays import number_operand
-from torchtpu.eager.program import Kind, Program
-from torchtpu.runtime import devices, repeats
+from torchtpu.eager.program import Kind, Program, results_in_place
+from torchtpu.runtime import devices, meshes, repeats
 from torchtpu.runtime.compiler import compile_program, working_memory
 from torchtpu.runtime.compiler import statistics as compiler_statistics
 from torchtpu.runtime.disk_cache import digest
@@ -75,17 +76,20 @@ class TraceCache:
         self.misses: deque[str] = deque(maxlen=32)
         self.warned: Counter[str] = Counter()
 
-    def find(self, trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> Variant:
+    def find(self, trace: Trace, arrays: list[Any], wanted: tuple[int, ...], free: tuple[int, ...]) -> Variant:
         """The executable for a trace.
 
         Args:
             trace: what was recorded.
+            arrays: its arrays, where the program runs.
             wanted: numbers of the results that something refers to.
             free: positions of the arrays that nothing but the trace refers to.
         """
         self.counts["flushes"] += 1
         self.counts["operators"] += len(trace.programs)
         key = (trace.device, *trace.signature)
+        if trace.placement is not None:
+            key = (*key, *trace.placement.key)
         known = self.known.get(key)
         need, may = frozenset(wanted), frozenset(free)
         if known is not None:
@@ -96,10 +100,10 @@ class TraceCache:
                     return variant
         self._explain(trace, known)
         donated = _donations(trace, wanted, free)
-        variant = _build(trace, wanted, donated)
+        variant = _build(trace, arrays, wanted, donated)
         if known is None:
             known = self.known[key] = _Known(list(trace.programs))
-            self.by_head.setdefault(trace.programs[0].name, deque(maxlen=8)).append(known.programs)
+            self.by_head.setdefault(_head(trace), deque(maxlen=8)).append(known.programs)
         known.variants.append(variant)
         return variant
 
@@ -110,7 +114,7 @@ class TraceCache:
             self._miss(f"{length} operators seen before, but other results of them are still referenced")
             return
         best: tuple[int, list[Program]] | None = None
-        for earlier in self.by_head.get(trace.programs[0].name, ()):
+        for earlier in self.by_head.get(_head(trace), ()):
             same = sum(a.name == b.name for a, b in zip(earlier, trace.programs, strict=False))
             if best is None or same >= best[0]:  # the latest of those equally alike
                 best = same, earlier
@@ -137,7 +141,7 @@ class TraceCache:
     def _often(self, trace: Trace) -> bool:
         """Whether a short trace has been compiled for several sizes; it may take some before that pays."""
         names = [p.name for p in trace.programs]
-        alike = sum([p.name for p in earlier] == names for earlier in self.by_head[names[0]])
+        alike = sum([p.name for p in earlier] == names for earlier in self.by_head[_head(trace)])
         return alike >= SHORT_GROWS_AFTER
 
     def _miss(self, reason: str) -> None:
@@ -156,6 +160,12 @@ class TraceCache:
             "operators": self.counts["operators"],
             "misses": list(self.misses),
         }
+
+
+def _head(trace: Trace) -> str:
+    """What traces are compared by: the first operator, and the mesh if it runs on one."""
+    where = "" if trace.placement is None else f" on {dict(trace.placement.mesh.shape)}"
+    return trace.programs[0].name + where
 
 
 def _difference(earlier: list[Program], now: list[Program]) -> str:
@@ -189,11 +199,11 @@ def _donations(trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> 
     return tuple(donated)
 
 
-def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> Variant:
+def _build(trace: Trace, arrays: list[Any], wanted: tuple[int, ...], donated: tuple[int, ...]) -> Variant:
     """Compile a trace."""
     programs, signature = list(trace.programs), list(trace.signature)
 
-    def fused(floats: Any, integers: Any, seeds: Any, *arrays: jax.Array) -> list[jax.Array]:
+    def fused(floats: Any, integers: Any, seeds: Any, *given: jax.Array) -> list[jax.Array]:
         numbers = list(_numbers(programs, floats, integers, seeds))
         results: list[jax.Array] = []
         items = iter(signature)
@@ -204,7 +214,7 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> V
             for kind in program.kinds:
                 if kind in (Kind.ARRAY, Kind.COMPLEX):
                     item = next(items)
-                    found.append(results[item] if item >= 0 else arrays[-1 - item])
+                    found.append(results[item] if item >= 0 else given[-1 - item])
                 elif kind != Kind.ABSENT:
                     found.append(next(operands))
             found += operands  # starts and seed
@@ -213,12 +223,15 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> V
         return [results[i] for i in wanted]
 
     # Numbers are passed as three vectors; one by one where blocks repeat, so that all occurrences of a block are alike.
+    mesh = trace.placement.mesh if trace.placement is not None else None
     apart = not donated and repeats.enabled() and repeats.any_run([p.uid for p in programs])
     index, device = trace.device, devices.device(trace.device)
 
     def operands(floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> tuple[Any, Any, Any]:
         if not apart:
             return floats, integers, seeds
+        if mesh is not None:
+            return floats.tolist(), integers.tolist(), list(seeds)
         first, second = ([number_operand(x, index) for x in vector.tolist()] for vector in (floats, integers))
         return first, second, list(seeds)
 
@@ -228,7 +241,7 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> V
             np.zeros(len(trace.integers), np.int64),
             np.zeros((len(trace.seeds), 4), np.uint32),
         ),
-        *trace.arrays,
+        *arrays,
     ]
     name = f"{len(programs)} operators"
     given = tuple(3 + i for i in donated)
@@ -241,15 +254,34 @@ def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> V
         donate=given,
         key=key,
         operators=[name for p in programs for name in p.operators],
+        mesh=mesh,
+        results=None if trace.placement is None else _pinned(trace, trace.placement, wanted),
     )
 
-    def run(arrays: list[Any], floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> dict[int, Any]:
+    def run(given: list[Any], floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> dict[int, Any]:
         with jax.enable_x64(True):
-            return dict(zip(wanted, compiled(*operands(floats, integers, seeds), *arrays), strict=True))
+            return dict(zip(wanted, compiled(*operands(floats, integers, seeds), *given), strict=True))
 
     types = [t for p in programs for t in p.result_types]
     sizes = {i: types[i].size * types[i].dtype.itemsize for i in wanted}
     return Variant(sizes, frozenset(donated), run, working_memory(compiled))
+
+
+def _pinned(trace: Trace, placement: meshes.Placement, wanted: tuple[int, ...]) -> list[Sharding | None]:
+    """Where each result of a trace on a mesh lies: what takes the place of a divided value is divided as it was."""
+    lies: list[Sharding | None] = []
+    items = iter(trace.signature)
+    for program in trace.programs:
+        next(items)
+        links: list[Sharding | None] = []
+        for kind in program.kinds:
+            item = next(items) if kind in (Kind.ARRAY, Kind.COMPLEX) else None
+            if item is None:
+                links.append(None)
+            else:
+                links.append(lies[item] if item >= 0 else placement.lies[-1 - item])
+        lies += results_in_place(program, links)
+    return [lies[i] for i in wanted]
 
 
 def _digest(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...], apart: bool) -> str:

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from torchtpu import _C
-from torchtpu.eager.arrays import array_of, force, from_host, make_spec, to_host, wrap_array
+from torchtpu.eager.arrays import array_of, force, from_host, host_array, make_spec, to_host, wrap_array
 from torchtpu.eager.errors import out_of_memory, translate
 from torchtpu.eager.kernels import make_kernel
 from torchtpu.eager.preconditions import require_no_overlap, require_one_device
 from torchtpu.eager.views import physical_order
-from torchtpu.runtime import checks, devices, observe
+from torchtpu.runtime import checks, devices, meshes, observe
 
 __all__ = ["HOST_KERNELS"]
 
@@ -120,7 +120,11 @@ def _store_from_host(self: torch.Tensor, src: torch.Tensor) -> bool:
     assert order is not None  # it covers its storage
     host = _private(src.to(self.dtype).permute(order).contiguous(), src)
     spec = make_spec(tuple(self.shape), tuple(self.stride()), self.dtype)
-    _C.store(self, _put(host, self.device.index), spec)
+    before = _C.get_value(self)[0] if meshes.active else None
+    if meshes.divided(before) and before.shape == tuple(host.shape):
+        _C.store(self, meshes.from_host(host_array(host), before.sharding), spec)
+    else:
+        _C.store(self, _put(host, self.device.index), spec)
     return True
 
 
@@ -140,6 +144,8 @@ def _share(self: torch.Tensor, src: torch.Tensor) -> bool:
     value, shape, dtype = _C.get_value(src)
     if value is None:
         return False
+    if meshes.active:
+        value = meshes.as_stored(value, _C.get_value(self)[0])
     _C.set_value(self, value, shape, dtype)
     return True
 

@@ -41,7 +41,7 @@ from torchtpu.eager.schema import Derived, derive, written_arguments
 from torchtpu.lowering.apply import NoLowering, can_lower, short_name
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.registry import Lowering, find
-from torchtpu.runtime import checks, devices, observe
+from torchtpu.runtime import checks, devices, meshes, observe
 
 __all__ = ["make_kernel", "operand_flags"]
 
@@ -322,7 +322,8 @@ class _Dynamic:
 
         def value(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
-                return array_of(x) if x.device.type == "tpu" else x.item()
+                array = array_of(x) if x.device.type == "tpu" else x.item()
+                return jax.device_put(array, devices.device(device)) if meshes.divided(array) else array
             return [value(y) for y in x] if isinstance(x, tuple | list) else x
 
         plain = [value(x) for n, x in zip(self.names, args, strict=False) if n not in dropped]

@@ -15,7 +15,7 @@ from torchtpu.eager.arrays import number_operand
 from torchtpu.eager.errors import translate
 from torchtpu.eager.program import Described, Program
 from torchtpu.lowering.dtypes import to_jax
-from torchtpu.runtime import checks, devices
+from torchtpu.runtime import checks, devices, meshes
 
 __all__ = ["block", "examples", "find_generator", "launcher", "reserve_seed", "seed_words"]
 
@@ -62,7 +62,12 @@ def launcher(program: Program, described: Described) -> Callable[..., list[Any]]
             operands.append(on_device[0])
         if seed is not None:
             operands.append(seed_words(seed))
-        run = program.run or program.compiled(operands, devices.device(device))
+        placement = meshes.placement(operands, [program.mesh]) if meshes.active else None
+        if placement is None:
+            run = program.run or program.compiled(operands, devices.device(device))
+        else:
+            operands = placement.spread(operands)
+            run = program.compiled_on(placement, operands)
         try:
             values = run(*operands)
         except Exception as error:

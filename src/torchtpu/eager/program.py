@@ -20,6 +20,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import Sharding
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -31,6 +32,7 @@ from torchtpu.lowering.apply import apply, short_name
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import rounded, to_jax, to_torch
 from torchtpu.lowering.promotion import cast
+from torchtpu.runtime import meshes
 from torchtpu.runtime.compiler import compile_program
 from torchtpu.runtime.disk_cache import digest
 
@@ -206,8 +208,10 @@ class Program:
         checks: messages and error types of the run-time checks; their values are the last array returned.
         nested: for each result that is not a written argument, whether it is a list.
         results, result_types, input_types: number of arrays returned, and the abstract values of all arrays.
+        shapes: for each operand, the shape of the storage's value; None for a number.
         describes: shapes and dtypes of the storages it reads, for messages.
         growth: the call without its sizes, and its sizes, where they may change (``growth.Shape``).
+        mesh: the devices over which it divides something by itself, if any.
     """
 
     _uids = itertools.count()
@@ -233,22 +237,62 @@ class Program:
         self.input_types = [v.aval for v in closed.jaxpr.invars]
         self.kinds = list(_kinds(described, self.input_types))
         self.only_arrays = all(kind == Kind.ARRAY for kind in self.kinds)
+        self.shapes = [None if s is None else s.shape for s in described.operands]
         self.describes = [
             f"{s.dtype}{list(s.shape)}".removeprefix("torch.") for s in described.operands if s is not None
         ]
         self.growth: Any = None
+        self.mesh = meshes.mesh_in(closed)
         self.run: Callable[..., Any] | None = None
+        self.on_meshes: dict[tuple[int, ...], Callable[..., Any]] = {}
 
     def compiled(self, operands: Sequence[Any], device: jax.Device) -> Callable[..., Any]:
         """The program compiled alone: takes all operands in order, returns its arrays."""
         if self.run is None:
-            function = self.function
-
-            def alone(*given: Any) -> Any:
-                return function(*(x for x in given if x is not None))
-
-            self.run = compile_program(alone, operands, device, self.name, key=self.digest, operators=self.operators)
+            self.run = compile_program(
+                self._alone, operands, device, self.name, key=self.digest, operators=self.operators
+            )
         return self.run
+
+    def compiled_on(self, placement: meshes.Placement, operands: Sequence[Any]) -> Callable[..., Any]:
+        """As ``compiled``, for operands some of which are divided over several devices."""
+        run = self.on_meshes.get(placement.key)
+        if run is None:
+            run = self.on_meshes[placement.key] = compile_program(
+                self._alone,
+                operands,
+                placement.mesh.devices.flat[0],
+                self.name,
+                operators=self.operators,
+                mesh=placement.mesh,
+                results=results_in_place(self, placement.lies),
+            )
+        return run
+
+    def _alone(self, *given: Any) -> Any:
+        return self.function(*(x for x in given if x is not None))
+
+
+def results_in_place(program: Program, operands: Sequence[Sharding | None]) -> list[Sharding | None]:
+    """Where each result of a program on a mesh lies, None where XLA chooses.
+
+    The new value of a storage is divided as the old one was, and what a factory makes like a divided value
+    (``zeros_like``) as that.
+
+    Args:
+        program: the program.
+        operands: for each operand that is a divided array, how it is divided.
+    """
+    lies: list[Sharding | None] = [None] * program.results
+    made = sum(not isinstance(s, Constant) for s in program.outputs)
+    for n, (i, _) in enumerate(program.writes):
+        lies[made + n] = operands[i]
+    if not program.reads:
+        for n in range(made):
+            size = program.result_types[n].shape
+            like = (x for x, shape in zip(operands, program.shapes, strict=False) if shape == size and x is not None)
+            lies[n] = next(like, None)
+    return lies
 
 
 class Kind:

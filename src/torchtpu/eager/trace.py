@@ -27,7 +27,7 @@ from torchtpu.eager.arrays import number_operand
 from torchtpu.eager.cache import TraceCache
 from torchtpu.eager.hidden import hide_from_dynamo
 from torchtpu.eager.program import Kind, Program
-from torchtpu.runtime import checks, devices, memory
+from torchtpu.runtime import checks, devices, memory, meshes
 
 __all__ = ["Pending", "flush", "flush_all", "force", "fresh_cache", "record"]
 
@@ -76,6 +76,7 @@ class Trace:
         self.seeds: list[tuple[int, int]] = []
         self.results: list[weakref.ref[Pending]] = []
         self.head: Any = None
+        self.placement: meshes.Placement | None = None
 
     def record(
         self, program: Program, operands: list[Any], starts: list[int], seed: tuple[int, int] | None
@@ -196,7 +197,12 @@ def flush(device: int) -> None:
         arrays = trace.arrays
         free = tuple([i for i, n in enumerate(map(sys.getrefcount, arrays)) if n <= 2])
         try:
-            variant = _cache.find(trace, wanted, free)
+            if meshes.active:
+                trace.placement = meshes.placement(arrays, [p.mesh for p in trace.programs])
+            if trace.placement is not None:
+                free = tuple(i for i in free if trace.placement.lies[i] is not None)
+                arrays = trace.placement.spread(arrays)
+            variant = _cache.find(trace, arrays, wanted, free)
             held = _C.allocated_bytes(device) - sum(variant.sizes[i] for i in wanted)
             held += sum(arrays[i].nbytes for i in free)
             memory.note(device, held + variant.working_memory)

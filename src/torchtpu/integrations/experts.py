@@ -21,7 +21,7 @@ IMPLEMENTATION = "torchtpu"
 
 _modules: dict[str, tuple[str, torch.nn.Module]] = {}
 _numbers = itertools.count()
-_NAMES = ("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias")
+NAMES = ("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias")
 
 
 @torch.library.custom_op("torchtpu::experts", mutates_args=())
@@ -79,7 +79,7 @@ def use(model: torch.nn.Module) -> bool:
     install()
     choose(IMPLEMENTATION)
     for module in model.modules():
-        if any(isinstance(module._parameters.get(name), torch.nn.Parameter) for name in _NAMES[::2]):
+        if any(isinstance(module._parameters.get(name), torch.nn.Parameter) for name in NAMES[::2]):
             module.__dict__["_experts_body"] = _name(module)
     return True
 
@@ -87,7 +87,7 @@ def use(model: torch.nn.Module) -> bool:
 def _forward(
     self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    parameters = [p for name in _NAMES if (p := self._parameters.get(name)) is not None]
+    parameters = [p for name in NAMES if (p := self._parameters.get(name)) is not None]
     return experts(hidden_states, top_k_index, top_k_weights, parameters, self.__dict__["_experts_body"])
 
 
@@ -108,7 +108,7 @@ def _with(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> Any:
     """The module with other parameters, perhaps of fewer experts."""
     own = copy.copy(module)
     own._parameters = {}
-    names = [name for name in _NAMES if module._parameters.get(name) is not None]
+    names = [name for name in NAMES if module._parameters.get(name) is not None]
     for name, p in zip(names, parameters, strict=True):
         own.__dict__[name] = p
     own.__dict__["num_experts"] = len(parameters[0])

@@ -1,4 +1,4 @@
-"""Compile a traced function for one device, visibly and interruptibly.
+"""Compile a traced function for a device or a mesh of them, visibly and interruptibly.
 
 XLA compiles in C++ and cannot be stopped, so it runs on a worker thread: the caller waits where Ctrl-C reaches it, and
 a compile that takes
@@ -20,10 +20,11 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from torchtpu.runtime import disk_cache, observe, repeats
+from torchtpu.runtime import disk_cache, meshes, observe, repeats
 from torchtpu.runtime.pieces import Pieces
+from torchtpu.runtime.repeats import Piece
 
 __all__ = ["Statistics", "compile_program", "statistics", "working_memory"]
 
@@ -54,6 +55,8 @@ def compile_program(
     donate: tuple[int, ...] = (),
     key: str | None = None,
     operators: Sequence[str] = (),
+    mesh: Mesh | None = None,
+    results: Sequence[Sharding | None] | None = None,
 ) -> Callable[..., Any]:
     """Trace ``function`` on the operands' types and compile it for ``device``, or take it from the cache on disk.
 
@@ -68,6 +71,8 @@ def compile_program(
         key: a digest that says what ``function`` computes from which types; it saves tracing a program that is on
             disk. Without one the traced program is its own key.
         operators: what it is made of, for those who observe.
+        mesh: the devices it runs on, if several; the operands lie there already, and ``key`` is not asked for.
+        results: on a mesh, where each result lies; None where XLA chooses, for one or for all.
 
     Returns:
         A callable of the operands; it enqueues the program and returns its results.
@@ -75,6 +80,15 @@ def compile_program(
     Raises:
         KeyboardInterrupt: Ctrl-C during the compile, which is abandoned.
     """
+    start = time.perf_counter()
+    about = observe.About(name, tuple(operators))
+    if mesh is not None:
+        with jax.enable_x64(True):
+            traced = jax.jit(function, out_shardings=results, donate_argnums=donate).trace(*operands)
+            pieces = repeats.split(traced.jaxpr) if repeats.enabled() and not donate else None
+            if pieces is None:
+                return _on_mesh(traced.lower(), mesh, start, about)
+            return _pieces_on_mesh(traced.jaxpr, pieces, jax.tree.leaves(operands), mesh, results, about)
     if key is not None and (found := _from_disk(key, device, name)) is not None:
         return found
     start = time.perf_counter()
@@ -83,7 +97,7 @@ def compile_program(
         traced = jitted.trace(*operands)
         pieces = repeats.split(traced.jaxpr) if repeats.enabled() and not donate else None
         if pieces is None:
-            return _compile(traced.lower(), device, key, repr(donate), start, observe.About(name, tuple(operators)))
+            return _compile(traced.lower(), device, key, repr(donate), start, about)
         compiled: dict[int, Callable[..., Any]] = {}
         runs = Counter(id(p.function) for p in pieces)
         for piece in pieces:
@@ -94,7 +108,7 @@ def compile_program(
                 about = observe.About(part, tuple(operators), runs[id(piece.function)])
                 compiled[id(piece.function)] = _compile(lowered, device, None, "", start, about)
                 start = time.perf_counter()
-    return Pieces(traced.jaxpr, pieces, compiled, device)
+    return Pieces(traced.jaxpr, pieces, [compiled[id(p.function)] for p in pieces], device)
 
 
 def _compile(lowered: Any, device: jax.Device, key: str | None, extra: str, start: float, about: observe.About) -> Any:
@@ -104,22 +118,71 @@ def _compile(lowered: Any, device: jax.Device, key: str | None, extra: str, star
         key = disk_cache.digest(module, extra)
         if (found := _from_disk(key, device, about.name)) is not None:
             return found
-    observe.lowered(about, module)
-    traced = time.perf_counter()
-    compiled = _wait_for(_in_thread(lowered.compile), about.name)
-    end = time.perf_counter()
-    statistics.compiles += 1
-    statistics.compile_seconds += end - start
-    observe.compiled(observe.CompiledProgram(about, module, compiled, traced - start, end - traced))
+    compiled = _observed(lowered.compile, module, start, about)
     disk_cache.save(key, device, compiled, module)
     return compiled
 
 
-def _from_disk(key: str, device: jax.Device, name: str) -> Any | None:
+def _on_mesh(lowered: Any, mesh: Mesh, start: float, about: observe.About) -> Any:
+    module, options, devices = lowered.as_text(), meshes.options(mesh), list(mesh.devices.flat)
+    key = disk_cache.digest(module, repr((options, [d.id for d in devices])))
+    if (found := _from_disk(key, devices[0], about.name, devices)) is not None:
+        return found
+    compiled = _observed(lambda: lowered.compile(compiler_options=options), module, start, about)
+    disk_cache.save(key, devices[0], compiled, module)
+    return compiled
+
+
+def _pieces_on_mesh(
+    closed: core.ClosedJaxpr,
+    pieces: Sequence[Piece],
+    operands: Sequence[Any],
+    mesh: Mesh,
+    results: Sequence[Sharding | None] | None,
+    about: observe.About,
+) -> Pieces:
+    """Compile the pieces of a program one after the other: how XLA divides a piece's results decides how the next ones
+    are compiled, so a block that repeats is compiled once for each way in which it is given its operands.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    lie: dict[Any, Any] = dict(zip(closed.jaxpr.invars, map(meshes.sharding_of, operands), strict=True))
+    outputs = zip(closed.jaxpr.outvars, results or (), strict=False)
+    wanted = {v: s for v, s in outputs if not isinstance(v, core.Literal)}
+    compiled: dict[Any, Callable[..., Any]] = {}
+    runs = []
+    for piece in pieces:
+        given = [None if isinstance(v, core.Literal) else lie.get(v) for v in piece.inputs]
+        asked = [wanted.get(v) for v in piece.outputs]
+        key = id(piece.function), *map(meshes.normal, given), *map(meshes.normal, asked)
+        if key not in compiled:
+            start = time.perf_counter()
+            block = jax.jit(
+                core.jaxpr_as_fun(piece.function), in_shardings=[s or everywhere for s in given], out_shardings=asked
+            )
+            part = observe.About(f"part {len(compiled) + 1} of {about.name}", about.operators)
+            compiled[key] = _on_mesh(block.trace(*piece.function.in_avals).lower(), mesh, start, part)
+        runs.append(compiled[key])
+        made: Any = runs[-1]
+        lie.update(zip(piece.outputs, made.output_shardings, strict=True))
+    return Pieces(closed, pieces, runs, everywhere)
+
+
+def _observed(compile: Callable[[], Any], module: str, start: float, about: observe.About) -> Any:
+    observe.lowered(about, module)
+    traced = time.perf_counter()
+    compiled = _wait_for(_in_thread(compile), about.name)
+    end = time.perf_counter()
+    statistics.compiles += 1
+    statistics.compile_seconds += end - start
+    observe.compiled(observe.CompiledProgram(about, module, compiled, traced - start, end - traced))
+    return compiled
+
+
+def _from_disk(key: str, device: jax.Device, name: str, mesh: Sequence[jax.Device] | None = None) -> Any | None:
     if observe.watched():
         return None
     start = time.perf_counter()
-    found = disk_cache.load(key, device)
+    found = disk_cache.load(key, device, mesh)
     if found is not None:
         statistics.disk_hits += 1
         statistics.disk_seconds += time.perf_counter() - start

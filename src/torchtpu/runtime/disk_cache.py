@@ -17,6 +17,7 @@ import pickle
 import platform
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,9 @@ def _folder(device: jax.Device) -> Path:
     return cache_dir() / "programs" / fingerprint(device)[:16]
 
 
-def load(key: str, device: jax.Device) -> Any | None:
-    """The compiled program kept under a key, ready to run on ``device``; None if there is none.
+def load(key: str, device: jax.Device, mesh: Sequence[jax.Device] | None = None) -> Any | None:
+    """The compiled program kept under a key, ready to run on ``device``, or on a mesh that begins with it; None if
+    there is none.
 
     A file that is damaged or that this JAX cannot load is removed, with a warning.
     """
@@ -107,7 +109,7 @@ def load(key: str, device: jax.Device) -> Any | None:
         body = data[len(_MAGIC) + _DIGEST :]
         if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) : -len(body) or None]:
             raise ValueError("its checksum does not match")
-        program = unpack(body, device)
+        program = unpack(body, device, mesh)
     except Exception as error:
         warnings.warn(f"torchtpu discards the damaged cache file {path} ({error}) and compiles", stacklevel=2)
         with contextlib.suppress(OSError):
@@ -146,14 +148,14 @@ def pack(program: Any, module: str) -> bytes:
     return pickle.dumps(("lapack" in module, *serialize_executable.serialize(program)))
 
 
-def unpack(body: bytes, device: jax.Device) -> Any:
-    """The program behind ``pack``'s bytes, ready to run on ``device``. They are a pickle: reading it runs whatever its
-    author put there.
+def unpack(body: bytes, device: jax.Device, mesh: Sequence[jax.Device] | None = None) -> Any:
+    """The program behind ``pack``'s bytes, ready to run on ``device`` or on a mesh that begins with it. They are a
+    pickle: reading it runs whatever its author put there.
     """
     needs_lapack, executable, inputs, outputs = pickle.loads(body)
     if needs_lapack:
         _prepare_lapack()
-    return serialize_executable.deserialize_and_load(executable, inputs, outputs, device.client, [device])
+    return serialize_executable.deserialize_and_load(executable, inputs, outputs, device.client, list(mesh or [device]))
 
 
 def _sweep(root: Path) -> None:

@@ -20,23 +20,23 @@ class Pieces:
     Args:
         closed: the program.
         pieces: its parts, in order.
-        compiled: by ``id`` of a piece's function, the executable: takes and returns flat arrays.
-        device: where constants live.
+        runs: the executable of each: takes and returns flat arrays.
+        home: where constants live: a device, or a sharding.
     """
 
     def __init__(
         self,
         closed: core.ClosedJaxpr,
         pieces: Sequence[Piece],
-        compiled: dict[int, Callable[..., Any]],
-        device: jax.Device,
+        runs: Sequence[Callable[..., Any]],
+        home: Any,
     ) -> None:
         jaxpr = closed.jaxpr
         number: dict[Any, int] = {}
         for v in (*jaxpr.constvars, *jaxpr.invars, *(v for p in pieces for v in p.outputs)):
             number.setdefault(v, len(number))
         self._sizes = [_nbytes(v.aval) for v in number]
-        self._constants = dict(enumerate(jax.device_put(c, device) for c in closed.consts))
+        self._constants = dict(enumerate(jax.device_put(c, home) for c in closed.consts))
         self._first_operand = len(self._constants)
         literals: dict[str, int] = {}
 
@@ -46,17 +46,17 @@ class Pieces:
                 return number[v]
             n = literals.setdefault(f"{v.aval} {v.val!r}", len(number) + len(literals))
             if n not in self._constants:
-                self._constants[n] = _constant(v, device)
+                self._constants[n] = _constant(v, home)
             return n
 
         self._results = [place(v) for v in jaxpr.outvars]
         last = {place(v): i for i, p in enumerate(pieces) for v in p.inputs}
         kept = {*self._results, *self._constants}
         self._steps = []
-        for i, p in enumerate(pieces):
+        for i, (p, run) in enumerate(zip(pieces, runs, strict=True)):
             reads, makes = [place(v) for v in p.inputs], [number[v] for v in p.outputs]
             dropped = [n for n in {*reads, *makes} if last.get(n, i) == i and n not in kept]
-            self._steps.append((compiled[id(p.function)], reads, makes, dropped))
+            self._steps.append((run, reads, makes, dropped))
         self._operands = len(jaxpr.invars)
 
     def __call__(self, *operands: Any) -> list[Any]:
@@ -81,9 +81,9 @@ class Pieces:
         return most
 
 
-def _constant(literal: Any, device: jax.Device) -> jax.Array:
+def _constant(literal: Any, home: Any) -> jax.Array:
     with jax.enable_x64(True):
-        return jax.device_put(jnp.asarray(literal.val, literal.aval.dtype), device)
+        return jax.device_put(jnp.asarray(literal.val, literal.aval.dtype), home)
 
 
 def _nbytes(aval: Any) -> int:
