@@ -13,6 +13,12 @@ from torchtpu.compile.attention import simplify_attention
 LENGTH = 6
 
 
+@pytest.fixture(autouse=True)
+def fresh():
+    """Every test compiles the same function."""
+    torch._dynamo.reset()
+
+
 def mask_by_indices(length: int, device: torch.device) -> torch.Tensor:
     """As Transformers makes it: indices compared, and sequences packed in one told apart."""
     positions = torch.arange(length, device=device).unsqueeze(0).expand(2, -1)

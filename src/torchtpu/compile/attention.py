@@ -83,26 +83,27 @@ def _before_repetition(node: Any) -> tuple[Node, int] | None:
 
     Recognised as ``x[:, :, None].expand(...).reshape(...)`` and as ``repeat_interleave``.
     """
-    shape = _shape(node)
+    shape, repeated = _shape(node), node
     if shape is None or len(shape) != 4:
         return None
     if _name(node) == "repeat_interleave":
-        times = _argument(node, 1, "repeats")
-        source, axis = node.args[0] if node.args else None, _argument(node, 2, "dim")
+        source, times, axis = (_argument(node, i, n) for i, n in enumerate(("input", "repeats", "dim")))
         if axis not in (1, -3) or type(times) is not int:
             return None
     else:
         while _name(node) in ("contiguous", "reshape", "view", "flatten"):
-            node = node.args[0]
+            node = _argument(node, 0, "input")
         expanded = _shape(node)
         if _name(node) != "expand" or expanded is None or len(expanded) != 5:
             return None
         batch, heads, times, length, width = expanded
-        source = _without_new_axis(node.args[0])
+        source = _without_new_axis(_argument(node, 0, "input"))
         if shape != (batch, heads * times, length, width) or _shape(source) != (batch, heads, length, width):
             return None
     before = _shape(source)
     if before is None or times < 2 or shape != (before[0], before[1] * times, *before[2:]):
+        return None
+    if source.meta["example_value"].dtype != repeated.meta["example_value"].dtype:  # a view as another dtype
         return None
     return source, times
 
@@ -110,7 +111,7 @@ def _before_repetition(node: Any) -> tuple[Node, int] | None:
 def _without_new_axis(node: Any) -> Node | None:
     """``x`` of ``x[:, :, None, :, :]`` or ``x.unsqueeze(2)``."""
     if _name(node) == "unsqueeze" and _argument(node, 1, "dim") in (2, -3):
-        return node.args[0]
+        return _argument(node, 0, "input")
     if _name(node) == "getitem" and isinstance(node.args[1], tuple):
         everything = slice(None, None, None)
         index = node.args[1]

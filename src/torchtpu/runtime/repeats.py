@@ -25,7 +25,8 @@ FEWEST = 8
 """Occurrences of a block below which the program is compiled as a whole."""
 _SHORTEST = 8
 """Equations of the shortest block, calls counted as one."""
-_CANDIDATES = 8
+_LAYOUT = ("reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type")
+_CANDIDATES = 16
 _OCCURRENCES = 8
 _PAIRS = 64
 
@@ -86,7 +87,8 @@ def split(closed: core.ClosedJaxpr) -> list[Piece] | None:
 
 def _settled(jaxpr: Any) -> list[Any]:
     """The equations with each next to what it belongs to: what only prepares an operand for one equation (a weight's
-    transpose) right before that, and what only makes a result of the program right after what it is made from.
+    transpose) right before that, and what only makes a result of the program, or lays out a value for the backward
+    pass, right after what it is made from.
     Otherwise there are as many of them before and after the blocks as there are blocks.
     """
     eqns = jaxpr.eqns
@@ -97,21 +99,27 @@ def _settled(jaxpr: Any) -> list[Any]:
         for j in before:
             readers[j].add(i)
     results = {made[v] for v in jaxpr.outvars if not isinstance(v, core.Literal) and v in made}
-    early: list[bool] = []  # depends on the program's operands only
-    for before in feeds:
-        early.append(all(early[j] for j in before))
-    places = [(i, 0) for i in range(len(eqns))]
-    late = [False] * len(eqns)  # leads to results only, from one equation
+    early: list[bool] = []  # is made from one operand of the program, or from none
+    for e, before in zip(eqns, feeds, strict=True):
+        read = {v for v in e.invars if not isinstance(v, core.Literal)}
+        early.append(len(read) <= 1 and all(early[j] for j in before))
+    moving = [early[i] and len(readers[i]) == 1 and i not in results for i in range(len(eqns))]
+    late = [False] * len(eqns)  # leads to results only, from one equation, or says how a value lies in memory
     for i in reversed(range(len(eqns))):
-        (reader,) = readers[i] if len(readers[i]) == 1 else (None,)
-        if early[i]:
-            if reader is not None and i not in results:
-                places[i] = places[reader][0], -1
-        elif not readers[i] or (reader is not None and late[reader]):
-            late[i] = sum(not early[j] for j in feeds[i]) == 1
+        if not early[i] and sum(not early[j] for j in feeds[i]) == 1:
+            alone = not readers[i] or (len(readers[i]) == 1 and late[min(readers[i])])
+            late[i] = alone or (len(feeds[i]) == 1 and eqns[i].primitive.name in _LAYOUT)
+    places = [(i, 0) for i in range(len(eqns))]
+    possible = list(range(len(eqns)))  # the place after which an equation may come at the earliest
     for i, before in enumerate(feeds):
+        if late[i] or moving[i]:
+            possible[i] = max((possible[j] for j in before), default=-1)
         if late[i]:
-            places[i] = max(places[j][0] for j in before), 1
+            places[i] = possible[i], 1
+    for i in reversed(range(len(eqns))):
+        if moving[i]:
+            at, side = places[min(readers[i])]
+            places[i] = at, side or -1
     return [eqns[i] for i in sorted(range(len(eqns)), key=lambda i: (*places[i], i))]
 
 
