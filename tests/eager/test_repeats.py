@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
+from jax.extend.core import jaxpr_as_fun
 from torch import nn
 from torch.testing import assert_close
 
 import torchtpu  # noqa: F401
 from torchtpu.runtime import repeats
+from torchtpu.runtime.pieces import Pieces
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +86,41 @@ def test_layers_are_compiled_once_and_compute_the_same(compiled, found):
     assert all(len(ps) >= 2 * repeats.FEWEST for ps in pieces)
     assert max(functions) <= 6  # before, layer, between, layer backward, after
     assert torch.tpu.compile_stats()["compiles"] - before <= 12
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_belongs_to_a_layer_is_part_of_it(before):
+    """Preparing operands before all layers, and results after all of them, makes the parts around them no larger."""
+
+    def layers(x, weights, scale):
+        prepared = [w.T * 2 for w in weights]
+        made = []
+        shift = jnp.arange(4.0) * 3
+        for w in prepared:
+            y = x @ w
+            for f in (jnp.sin, jnp.cos, jnp.tanh, jnp.exp, jnp.square, jnp.arctan, jnp.sinh, jnp.log1p):
+                y = f(y) * scale + 0.5
+            x = x + y
+            made.append(y)
+        if not before:
+            shift = jnp.arange(4.0) * 5  # what is added to it cannot come earlier
+        return x, [(y + shift).T * 0.5 for y in made]
+
+    def pieces(depth):
+        weights = [jnp.eye(4) * (1 + n / 10) for n in range(depth)]
+        operands = jnp.ones((3, 4)), weights, jnp.float32(0.3)
+        closed = jax.make_jaxpr(layers)(*operands)
+        found = repeats.split(closed)
+        functions = {id(p.function): p.function for p in found}
+        compiled = {k: jax.jit(jaxpr_as_fun(f)).lower(*f.in_avals).compile() for k, f in functions.items()}
+        results = Pieces(closed, found, compiled, jax.devices("cpu")[0])(*operands)
+        for a, b in zip(results, jax.tree.leaves(layers(*operands)), strict=True):
+            assert_close(torch.from_numpy(np.array(a)), torch.from_numpy(np.array(b)), rtol=1e-6, atol=1e-6)
+        return len(found), sorted(len(f.eqns) for f in functions.values())
+
+    shallow, deep = pieces(9), pieces(18)
+    assert deep[0] == shallow[0] + 9
+    assert not before or deep[1] == shallow[1]
 
 
 def test_whole_programs_on_request(found, monkeypatch):

@@ -13,6 +13,7 @@ import torch._functorch.config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
+from torchtpu.compile.attention import simplify_attention
 from torchtpu.compile.gathering import partition
 from torchtpu.compile.graph import GraphProgram
 from torchtpu.compile.padding import Buckets
@@ -54,6 +55,7 @@ def backend(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any)
         if unknown:
             raise TypeError(f"torch.compile on tpu: unknown option {', '.join(unknown)}")
         warnings.warn(f"torch.compile on tpu has no use for the option {', '.join(given)}", stacklevel=2)
+    simplify_attention(module)
     # Tokens of operators with effects, such as assertions, stay inside the graph: they are no tensors of the device.
     with torch._functorch.config.patch(unlift_effect_tokens=True):
         return _compiler(buckets)(module, inputs)

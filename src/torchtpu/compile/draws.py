@@ -4,7 +4,7 @@ generator in program order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,13 +36,14 @@ class Draws:
     Args:
         trace: the program being traced.
         seed: (seed, offset) of the generator as four words, where the graph begins; None if nothing draws.
+        apply: runs an aten operator.
 
     Attributes:
         count: draws taken so far, by which the generator advances when the program runs.
     """
 
-    def __init__(self, trace: Trace, seed: jax.Array | None) -> None:
-        self.trace, self.seed, self.count = trace, seed, 0
+    def __init__(self, trace: Trace, seed: jax.Array | None, apply: Callable[..., Any] = apply) -> None:
+        self.trace, self.seed, self.count, self.apply = trace, seed, 0, apply
 
     def run(self, target: OpOverload | HigherOrderOperator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """One operator. Activation checkpointing wraps those that it repeats: the first time the generator's state is
@@ -50,7 +51,7 @@ class Draws:
         """
         if isinstance(target, OpOverload):
             self.trace.begin_operator(self.reserve)
-            return apply(target, tuple(args), kwargs)
+            return self.apply(target, tuple(args), kwargs)
         if target is run_and_save_rng_state:
             state = jax.lax.bitcast_convert_type(self._words(), jnp.uint8).reshape(-1)
             return state, self.run(args[0], args[1:], kwargs)

@@ -15,6 +15,7 @@ from torch._ops import OperatorBase
 
 from torchtpu import _C
 from torchtpu.compile.aliases import Aliases
+from torchtpu.compile.calls import Calls
 from torchtpu.compile.draws import Draws, takes_draws
 from torchtpu.compile.padding import Buckets, PaddedProgram, has_changing_size
 from torchtpu.compile.padding_layout import NotUnderstood
@@ -36,6 +37,7 @@ from torchtpu.lowering.apply import run_graph
 from torchtpu.lowering.context import Trace, tracing
 from torchtpu.lowering.dtypes import rounded, to_torch
 from torchtpu.runtime import checks, observe
+from torchtpu.runtime.compiler import timed
 
 __all__ = ["GraphProgram"]
 
@@ -122,7 +124,7 @@ class GraphProgram:
         def traced(*given: Any) -> list[jax.Array]:
             values = Inputs(described, given, self.random)
             trace = Trace()
-            draws = Draws(trace, values.seed)
+            draws = Draws(trace, values.seed, Calls().apply)
             with tracing(trace):
                 results = run_graph(self.module.graph, [values.value(x) for x in described.args], draws.run)
             arrays: list[jax.Array] = []
@@ -140,7 +142,7 @@ class GraphProgram:
             notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
             return [*arrays, *stacked_checks(trace)]
 
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), timed():
             closed = jax.make_jaxpr(traced)(*examples(described, operands, device, self.random))
         settings = torch.get_default_dtype(), torch.get_float32_matmul_precision(), device
         key = repr((self.text, self.metas, described.args, described.operands, settings))

@@ -221,9 +221,10 @@ def compile_stats() -> dict[str, Any]:
     """What this process has compiled and why.
 
     Returns:
-        ``compiles``, ``compile_seconds``, ``disk_hits`` (programs found on disk instead) and ``disk_seconds`` (loading
-        them) of all programs; of fused mode: ``flushes`` (traces run), ``cache_hits`` (those that had been compiled),
-        ``operators`` recorded, and ``misses``, the reasons of the latest compiles.
+        ``compiles``, ``compile_seconds``, ``compile_processor_seconds`` (of all threads meanwhile), ``disk_hits``
+        (programs found on disk instead) and ``disk_seconds`` (loading them) of all programs; of fused mode: ``flushes``
+        (traces run), ``cache_hits`` (those that had been compiled), ``operators`` recorded, and ``misses``, the reasons
+        of the latest compiles.
     """
     from torchtpu.eager import trace
 

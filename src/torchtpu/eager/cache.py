@@ -153,6 +153,7 @@ class TraceCache:
         return {
             "compiles": compiler_statistics.compiles,
             "compile_seconds": compiler_statistics.compile_seconds,
+            "compile_processor_seconds": compiler_statistics.compile_processor_seconds,
             "disk_hits": compiler_statistics.disk_hits,
             "disk_seconds": compiler_statistics.disk_seconds,
             "cache_hits": self.counts["cache_hits"],
@@ -204,7 +205,7 @@ def _build(trace: Trace, arrays: list[Any], wanted: tuple[int, ...], donated: tu
     programs, signature = list(trace.programs), list(trace.signature)
 
     def fused(floats: Any, integers: Any, seeds: Any, *given: jax.Array) -> list[jax.Array]:
-        numbers = list(_numbers(programs, floats, integers, seeds))
+        numbers = _numbers(programs, floats, integers, seeds)
         results: list[jax.Array] = []
         items = iter(signature)
         for program, own in zip(programs, numbers, strict=True):
@@ -219,7 +220,7 @@ def _build(trace: Trace, arrays: list[Any], wanted: tuple[int, ...], donated: tu
                     found.append(next(operands))
             found += operands  # starts and seed
             typed = zip(found, program.input_types, strict=True)
-            results.extend(program.function(*(jnp.asarray(x, t.dtype) if x.dtype != t.dtype else x for x, t in typed)))
+            results.extend(program.part(*(jnp.asarray(x, t.dtype) if x.dtype != t.dtype else x for x, t in typed)))
         return [results[i] for i in wanted]
 
     # Numbers are passed as three vectors; one by one where blocks repeat, so that all occurrences of a block are alike.

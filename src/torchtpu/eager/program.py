@@ -188,6 +188,10 @@ def describe_values(values: Sequence[Any]) -> Described:
     return Described(tuple(d.leaf(x, False) for x in values), {}, d.operands, d.windows)
 
 
+_CALLED = 3
+"""Equations of an operator that is called where it is part of a larger program; a shorter one is copied there."""
+
+
 class Program:
     """What a call computes, traced but not compiled: to be compiled alone, or recorded and compiled with others.
 
@@ -197,6 +201,7 @@ class Program:
         name: the operator, for messages.
         operators: the aten overloads in it, where it is a graph of several.
         function: on flat arrays: storage values and numbers (those that are not None), then the starts, then the seed.
+        part: the same as a part of a larger program: an operator's is traced once, and called.
         kinds: for each operand, how it is passed: see ``Kind``.
         only_arrays: whether all operands are arrays.
         starts: how many numbers say where slices start.
@@ -222,6 +227,8 @@ class Program:
         self.name = name
         self.operators: tuple[str, ...] = notes.get("operators", (name,))
         self.function = jax.extend.core.jaxpr_as_fun(closed)
+        called = len(closed.eqns) >= _CALLED and "operators" not in notes
+        self.part = jax.jit(self.function) if called else self.function
         self.random, self.draws = notes["random"], notes["draws"]
         used = {v for eqn in closed.jaxpr.eqns for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)}
         self.reads = not used.isdisjoint(closed.jaxpr.invars) or not set(closed.jaxpr.invars).isdisjoint(

@@ -1,8 +1,9 @@
 """Find repeated blocks in a traced program: a decoder's layers, and their backward passes.
 
-A program is a list of equations. Blocks that repeat one after the other (the same primitives with the same parameters
-on the same types, wired in the same way) are found by the distance at which the list equals itself. Each becomes a
-piece that is compiled once and run as often as it occurs; what lies between them are pieces that run once.
+A program is a list of equations, most of which call an operator's own equations. Blocks that repeat one after the
+other (the same primitives with the same parameters on the same types, wired in the same way) are found by the distance
+at which the list equals itself. Each becomes a piece that is compiled once and run as often as it occurs; what lies
+between them are pieces that run once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,13 @@ from jax.extend import core
 __all__ = ["Piece", "any_run", "enabled", "split"]
 
 SMALLEST = 24
-"""Equations of the smallest block worth a piece: running one costs some 20 us."""
+"""Equations of the smallest block worth a piece, those of what it calls included: running one costs some 20 us."""
 FEWEST = 8
 """Occurrences of a block below which the program is compiled as a whole."""
-_CANDIDATES = 8
+_SHORTEST = 8
+"""Equations of the shortest block, calls counted as one."""
+_LAYOUT = ("reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type")
+_CANDIDATES = 16
 _OCCURRENCES = 8
 _PAIRS = 64
 
@@ -47,9 +51,9 @@ def enabled() -> bool:
     return os.environ.get("TORCHTPU_REPEATS", "1") != "0"
 
 
-def any_run(tokens: Sequence[int], smallest: int = 8) -> bool:
+def any_run(tokens: Sequence[int]) -> bool:
     """Whether some block of a list of operators comes ``FEWEST`` times in a row; a quick look before tracing."""
-    for period in _periods(list(tokens), 0, len(tokens), smallest):
+    for period in _periods(list(tokens), 0, len(tokens)):
         length = 0
         for a, b in zip(tokens, tokens[period:], strict=False):
             length = length + 1 if a == b else 0
@@ -61,11 +65,11 @@ def any_run(tokens: Sequence[int], smallest: int = 8) -> bool:
 def split(closed: core.ClosedJaxpr) -> list[Piece] | None:
     """The program in pieces that run one after the other; None if nothing in it repeats often enough."""
     jaxpr = closed.jaxpr
-    if jaxpr.effects or len(jaxpr.eqns) < SMALLEST * FEWEST:
+    if jaxpr.effects or len(jaxpr.eqns) < _SHORTEST * FEWEST:
         return None
+    jaxpr = jaxpr.replace(eqns=_settled(jaxpr))
     tokens = _tokens(jaxpr.eqns)
-    runs = sorted(_runs(jaxpr.eqns, tokens, 0, len(tokens)))
-    runs = [r for r in runs if any(map(_is_product, jaxpr.eqns[r[0] : r[0] + r[1]]))]
+    runs = [r for r in sorted(_runs(jaxpr.eqns, tokens, 0, len(tokens))) if _worth_it(jaxpr.eqns[r[0] : r[0] + r[1]])]
     if not runs:
         return None
     uses = _uses(jaxpr)
@@ -81,15 +85,63 @@ def split(closed: core.ClosedJaxpr) -> list[Piece] | None:
     return pieces
 
 
-def _is_product(eqn: Any) -> bool:
-    """Whether an equation is a matrix product or a convolution, or contains one. Blocks without compile fast, and are
-    better fused with each other than run one by one.
+def _settled(jaxpr: Any) -> list[Any]:
+    """The equations with each next to what it belongs to: what only prepares an operand for one equation (a weight's
+    transpose) right before that, and what only makes a result of the program, or lays out a value for the backward
+    pass, right after what it is made from.
+    Otherwise there are as many of them before and after the blocks as there are blocks.
     """
-    if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
-        return True
+    eqns = jaxpr.eqns
+    made = {v: i for i, e in enumerate(eqns) for v in e.outvars}
+    feeds = [{made[v] for v in e.invars if not isinstance(v, core.Literal) and v in made} for e in eqns]
+    readers: list[set[int]] = [set() for _ in eqns]
+    for i, before in enumerate(feeds):
+        for j in before:
+            readers[j].add(i)
+    results = {made[v] for v in jaxpr.outvars if not isinstance(v, core.Literal) and v in made}
+    early: list[bool] = []  # is made from one operand of the program, or from none
+    for e, before in zip(eqns, feeds, strict=True):
+        read = {v for v in e.invars if not isinstance(v, core.Literal)}
+        early.append(len(read) <= 1 and all(early[j] for j in before))
+    moving = [early[i] and len(readers[i]) == 1 and i not in results for i in range(len(eqns))]
+    late = [False] * len(eqns)  # leads to results only, from one equation, or says how a value lies in memory
+    for i in reversed(range(len(eqns))):
+        if not early[i] and sum(not early[j] for j in feeds[i]) == 1:
+            alone = not readers[i] or (len(readers[i]) == 1 and late[min(readers[i])])
+            late[i] = alone or (len(feeds[i]) == 1 and eqns[i].primitive.name in _LAYOUT)
+    places = [(i, 0) for i in range(len(eqns))]
+    possible = list(range(len(eqns)))  # the place after which an equation may come at the earliest
+    for i, before in enumerate(feeds):
+        if late[i] or moving[i]:
+            possible[i] = max((possible[j] for j in before), default=-1)
+        if late[i]:
+            places[i] = possible[i], 1
+    for i in reversed(range(len(eqns))):
+        if moving[i]:
+            at, side = places[min(readers[i])]
+            places[i] = at, side or -1
+    return [eqns[i] for i in sorted(range(len(eqns)), key=lambda i: (*places[i], i))]
+
+
+def _worth_it(block: Sequence[Any]) -> bool:
+    """Whether a block is large enough to be a piece, and has a matrix product or a convolution: blocks without compile
+    fast, and are better fused with each other than run one by one.
+    """
+    names = [name for e in block for name in _primitives(e)]
+    products = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
+    return len(names) >= SMALLEST and not products.isdisjoint(names)
+
+
+def _primitives(eqn: Any) -> Iterator[str]:
+    """Names of the primitives that an equation runs, itself or in what it calls."""
     inner = [x for v in eqn.params.values() for x in (v if isinstance(v, tuple | list) else [v])]
     parts = [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in inner]
-    return any(_is_product(e) for x in parts if isinstance(x, core.Jaxpr) for e in x.eqns)
+    called = [x for x in parts if isinstance(x, core.Jaxpr)]
+    if not called:
+        yield eqn.primitive.name
+    for part in called:
+        for e in part.eqns:
+            yield from _primitives(e)
 
 
 def _tokens(eqns: Sequence[Any]) -> list[int]:
@@ -110,9 +162,12 @@ def _tokens(eqns: Sequence[Any]) -> list[int]:
 
     found = []
     for e in eqns:
-        operands = tuple(f"{isinstance(v, core.Literal)} {v.aval}" for v in e.invars)
-        parameters = tuple((k, text(v)) for k, v in e.params.items())
-        key = e.primitive.name, operands, tuple(str(v.aval) for v in e.outvars), parameters
+        operands = tuple([(isinstance(v, core.Literal), v.aval) for v in e.invars])
+        if e.primitive.name == "jit":  # what it calls says everything
+            parameters: Any = text(e.params["jaxpr"])
+        else:
+            parameters = tuple([(k, text(v)) for k, v in e.params.items()])
+        key = e.primitive.name, operands, tuple([v.aval for v in e.outvars]), parameters
         found.append(known.setdefault(key, len(known)))
     return found
 
@@ -138,7 +193,7 @@ def _runs(eqns: Sequence[Any], tokens: list[int], low: int, high: int) -> list[t
     return [best, *_runs(eqns, tokens, low, start), *_runs(eqns, tokens, start + period * repeats, high)]
 
 
-def _periods(tokens: list[int], low: int, high: int, smallest: int = SMALLEST) -> list[int]:
+def _periods(tokens: list[int], low: int, high: int) -> list[int]:
     """The distances at which equal equations follow each other most often."""
     places: dict[int, list[int]] = {}
     for i in range(low, high):
@@ -147,7 +202,7 @@ def _periods(tokens: list[int], low: int, high: int, smallest: int = SMALLEST) -
     for found in places.values():
         for k in range(1, _OCCURRENCES):  # an equation may occur several times in one block
             pairs = itertools.islice(zip(found, found[k:], strict=False), _PAIRS)
-            distances.update(b - a for a, b in pairs if b - a >= smallest)
+            distances.update(b - a for a, b in pairs if b - a >= _SHORTEST)
     return [d for d, _ in distances.most_common(_CANDIDATES)]
 
 
