@@ -113,7 +113,8 @@ def test_what_belongs_to_a_layer_is_part_of_it(before):
         found = repeats.split(closed)
         functions = {id(p.function): p.function for p in found}
         compiled = {k: jax.jit(jaxpr_as_fun(f)).lower(*f.in_avals).compile() for k, f in functions.items()}
-        results = Pieces(closed, found, compiled, jax.devices("cpu")[0])(*operands)
+        runs = [compiled[id(p.function)] for p in found]
+        results = Pieces(closed, found, runs, jax.devices("cpu")[0])(*operands)
         for a, b in zip(results, jax.tree.leaves(layers(*operands)), strict=True):
             assert_close(torch.from_numpy(np.array(a)), torch.from_numpy(np.array(b)), rtol=1e-6, atol=1e-6)
         return len(found), sorted(len(f.eqns) for f in functions.values())
