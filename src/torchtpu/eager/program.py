@@ -228,7 +228,7 @@ class Program:
         self.operators: tuple[str, ...] = notes.get("operators", (name,))
         self.function = jax.extend.core.jaxpr_as_fun(closed)
         called = len(closed.eqns) >= _CALLED and "operators" not in notes
-        self.part = jax.jit(self.function) if called else self.function
+        self.part: Callable[..., Any] = jax.jit(self.function) if called else self.function
         self.random, self.draws = notes["random"], notes["draws"]
         used = {v for eqn in closed.jaxpr.eqns for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)}
         self.reads = not used.isdisjoint(closed.jaxpr.invars) or not set(closed.jaxpr.invars).isdisjoint(
