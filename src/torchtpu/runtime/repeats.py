@@ -23,7 +23,7 @@ SMALLEST = 24
 """Equations of the smallest block worth a piece, those of what it calls included: running one costs some 20 us."""
 FEWEST = 8
 """Occurrences of a block below which the program is compiled as a whole."""
-_SHORTEST = 8
+_SHORTEST = 3
 """Equations of the shortest block, calls counted as one."""
 _LAYOUT = ("reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type")
 _CANDIDATES = 16
