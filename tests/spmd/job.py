@@ -99,10 +99,9 @@ def memory(model: torch.nn.Module, programs: list[observe.CompiledProgram], shar
     whole = sum(p.nbytes for p in model.parameters())
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     activations = peak(largest(alone, True)) - 2 * whole
-    shapes = {s for p in model.parameters() if p.dim() > 1 for s in (tuple(p.shape), tuple(p.shape[::-1]))}
     step, update = largest(programs, True), largest(programs, False)
     return [
-        {"name": name, "peak": peak(p), "ideal": ideal, "whole": whole_at_once(p.executable.as_text(), shapes)}
+        {"name": name, "peak": peak(p), "ideal": ideal}
         for name, p, ideal in (
             ("forward and backward", step, 2 * share + activations + 2 * layer),
             ("optimizer", update, 4 * share),
@@ -110,7 +109,7 @@ def memory(model: torch.nn.Module, programs: list[observe.CompiledProgram], shar
     ]
 
 
-LAYERS = 6
+LAYERS = 4
 
 
 def main(what: str, plan: str) -> dict[str, Any]:
@@ -131,10 +130,12 @@ def main(what: str, plan: str) -> dict[str, Any]:
     model = spmd.shard(llama(LAYERS), plan)
     losses, compiles, programs = train(model)
     share = sum(s.nbytes for s in spmd.table(model))
+    shapes = {s for p in model.parameters() if p.dim() > 1 for s in (tuple(p.shape), tuple(p.shape[::-1]))}
     return {
         "alone": alone,
         "losses": losses,
         "compiles": compiles,
+        "whole": whole_at_once(largest(programs, True).executable.as_text(), shapes),
         "programs": memory(model, programs, share) if plan.startswith("fsdp=8") else [],
     }
 
