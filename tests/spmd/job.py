@@ -69,10 +69,11 @@ def peak(program: observe.CompiledProgram) -> int:
     return kept + found.temp_size_in_bytes
 
 
-def largest(programs: list[observe.CompiledProgram], products: bool) -> observe.CompiledProgram:
-    """The program with the most operators among those with matrix products, or those without."""
-    alike = [p for p in programs if any("mm" in o for o in p.about.operators) is products]
-    return max(alike, key=lambda p: len(p.about.operators))
+def most(programs: list[observe.CompiledProgram], products: bool) -> observe.CompiledProgram:
+    """The program that needs most memory among those with matrix products, or those without: a step is the one that
+    computes gradients, and the optimizer's.
+    """
+    return max((p for p in programs if any("mm" in o for o in p.about.operators) is products), key=peak)
 
 
 def whole_at_once(text: str, shapes: set[tuple[int, ...]]) -> int:
@@ -98,8 +99,8 @@ def memory(model: torch.nn.Module, programs: list[observe.CompiledProgram], shar
     _, _, alone = train(llama(LAYERS).to("tpu"), BATCH // torch.tpu.device_count())
     whole = sum(p.nbytes for p in model.parameters())
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
-    activations = peak(largest(alone, True)) - 2 * whole
-    step, update = largest(programs, True), largest(programs, False)
+    activations = peak(most(alone, True)) - 2 * whole
+    step, update = most(programs, True), most(programs, False)
     return [
         {"name": name, "peak": peak(p), "ideal": ideal}
         for name, p, ideal in (
@@ -135,7 +136,7 @@ def main(what: str, plan: str) -> dict[str, Any]:
         "alone": alone,
         "losses": losses,
         "compiles": compiles,
-        "whole": whole_at_once(largest(programs, True).executable.as_text(), shapes),
+        "whole": whole_at_once(most(programs, True).executable.as_text(), shapes),
         "programs": memory(model, programs, share) if plan.startswith("fsdp=8") else [],
     }
 
