@@ -69,10 +69,11 @@ def peak(program: observe.CompiledProgram) -> int:
     return kept + found.temp_size_in_bytes
 
 
-def largest(programs: list[observe.CompiledProgram], products: bool) -> observe.CompiledProgram:
-    """The program with the most operators among those with matrix products, or those without."""
-    alike = [p for p in programs if any("mm" in o for o in p.about.operators) is products]
-    return max(alike, key=lambda p: len(p.about.operators))
+def most(programs: list[observe.CompiledProgram], products: bool) -> observe.CompiledProgram:
+    """The program that needs most memory among those with matrix products, or those without: a step is the one that
+    computes gradients, and the optimizer's.
+    """
+    return max((p for p in programs if any("mm" in o for o in p.about.operators) is products), key=peak)
 
 
 def whole_at_once(text: str, shapes: set[tuple[int, ...]]) -> int:
@@ -98,11 +99,10 @@ def memory(model: torch.nn.Module, programs: list[observe.CompiledProgram], shar
     _, _, alone = train(llama(LAYERS).to("tpu"), BATCH // torch.tpu.device_count())
     whole = sum(p.nbytes for p in model.parameters())
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
-    activations = peak(largest(alone, True)) - 2 * whole
-    shapes = {s for p in model.parameters() if p.dim() > 1 for s in (tuple(p.shape), tuple(p.shape[::-1]))}
-    step, update = largest(programs, True), largest(programs, False)
+    activations = peak(most(alone, True)) - 2 * whole
+    step, update = most(programs, True), most(programs, False)
     return [
-        {"name": name, "peak": peak(p), "ideal": ideal, "whole": whole_at_once(p.executable.as_text(), shapes)}
+        {"name": name, "peak": peak(p), "ideal": ideal}
         for name, p, ideal in (
             ("forward and backward", step, 2 * share + activations + 2 * layer),
             ("optimizer", update, 4 * share),
@@ -110,7 +110,7 @@ def memory(model: torch.nn.Module, programs: list[observe.CompiledProgram], shar
     ]
 
 
-LAYERS = 6
+LAYERS = 4
 
 
 def main(what: str, plan: str) -> dict[str, Any]:
@@ -131,10 +131,12 @@ def main(what: str, plan: str) -> dict[str, Any]:
     model = spmd.shard(llama(LAYERS), plan)
     losses, compiles, programs = train(model)
     share = sum(s.nbytes for s in spmd.table(model))
+    shapes = {s for p in model.parameters() if p.dim() > 1 for s in (tuple(p.shape), tuple(p.shape[::-1]))}
     return {
         "alone": alone,
         "losses": losses,
         "compiles": compiles,
+        "whole": whole_at_once(most(programs, True).executable.as_text(), shapes),
         "programs": memory(model, programs, share) if plan.startswith("fsdp=8") else [],
     }
 

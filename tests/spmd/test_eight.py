@@ -33,9 +33,9 @@ def test_training_and_memory() -> None:
     found = run("llama", "fsdp=8")
     assert found["losses"] == pytest.approx(found["alone"], rel=1e-5)
     assert found["compiles"][-1] == 0
+    assert found["whole"] <= 1  # one parameter is gathered, or one gradient summed, at a time
     for program in found["programs"]:
         assert program["peak"] <= 1.1 * program["ideal"], program
-        assert program["whole"] <= 2, program  # full parameters or gradients that are alive at the same time
 
 
 @pytest.mark.heavy

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchtpu import _C, spmd
+from torchtpu.runtime import observe
 from torchtpu.sharding import Plan, PlanError, Rule
 
 PLANS = ("tp=2", "fsdp=2", "dp=2")
@@ -278,3 +279,46 @@ def test_errors() -> None:
         spmd.shard(model, "tp=2")
     with pytest.raises(RuntimeError, match=r"call torchtpu.spmd.shard"):
         spmd.describe(nn.Linear(2, 2))
+
+
+class Layer(nn.Module):
+    """A residual layer with the parts of a decoder's that plans know."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up_proj = nn.Linear(width, 2 * width)
+        self.down_proj = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down_proj(nn.functional.gelu(self.up_proj(self.norm(x))))
+
+
+class Deep(nn.Module):
+    """Enough layers for the program to be compiled in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_repeated_layers_are_compiled_once() -> None:
+    gradients = []
+    nothing = lambda _: None  # noqa: E731
+    for plan in (None, "fsdp=2"):
+        torch.manual_seed(0)
+        model = Deep()
+        model = model.to("tpu") if plan is None else spmd.shard(model, plan)
+        programs: list[observe.CompiledProgram] = []
+        with observe.observing(programs.append, nothing, nothing):
+            model(torch.linspace(-1, 1, 4 * 3 * 8).reshape(4, 3, 8).to("tpu")).square().mean().backward()
+            gradients.append([p.grad.cpu() for p in model.parameters()])
+        parts = [p.about.name for p in programs if p.about.name.startswith("part")]
+        assert 1 < len(parts) < 10, parts
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    assert spec(model.layers[0].up_proj.weight.grad) == ("fsdp", None)
