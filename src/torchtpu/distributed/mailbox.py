@@ -65,6 +65,8 @@ class Mailboxes:
             descriptor, started = store.get(str(rank)).decode().split()
             self._started.append(started)
             self.boxes.append(own if rank == self.rank else memory.opened(rank, int(descriptor)))
+        store.set(f"open/{self.rank}", "")  # no rank may leave before the others have opened its mailbox
+        store.wait([f"open/{rank}" for rank in range(self.size)])
         self._processes = memory.processes
         self._bytes = [box.numpy() for box in self.boxes]
         self._words = [b[:8].view("uint32") for b in self._bytes]
