@@ -150,6 +150,7 @@ def _start(folder: Path, names: list[str]) -> list[subprocess.Popen[bytes]]:
             "TORCHTPU_PLATFORM": "cpu",
             "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
             "OMP_NUM_THREADS": "1",
+            "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(RANKS),
