@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 SIZES = (64, 16 * 1024, 256 * 1024, 16 * 1024 * 1024)  # float32 elements
 
@@ -23,16 +23,18 @@ SIZES = (64, 16 * 1024, 256 * 1024, 16 * 1024 * 1024)  # float32 elements
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--elements", type=int, nargs="*", default=SIZES, help="float32 elements of the tensors")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        measure()
+        measure(arguments.elements)
         return
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={arguments.processes}", "--standalone"]
     environment = {"TORCHTPU_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", **os.environ}
-    raise SystemExit(subprocess.call([*command, __file__], env=environment))
+    sizes = ["--elements", *map(str, arguments.elements)]
+    raise SystemExit(subprocess.call([*command, __file__, *sizes], env=environment))
 
 
-def measure() -> None:
+def measure(sizes: Sequence[int]) -> None:
     """One rank's side."""
     import torch
     import torch.distributed as dist
@@ -77,7 +79,7 @@ def measure() -> None:
         print("| collective | bytes | ours, ms | gloo, ms | ratio |\n|---|---:|---:|---:|---:|")
     names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
     for name in names:
-        for elements in SIZES:
+        for elements in sizes:
             ours, gloo = pair(elements, "tpu", name), pair(elements, "cpu", name)
             rounds = 9 if elements > 1 << 20 else 60
             for run in (ours, gloo, ours):

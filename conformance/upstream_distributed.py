@@ -72,6 +72,7 @@ def _one(case: Any, name: str, store: Any) -> tuple[str, str]:
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
     try:
+        dist.distributed_c10d._world.group_count = 0  # which a group that could not be made does not put back
         limit = datetime.timedelta(seconds=SECONDS / 4)
         dist.init_process_group("tpu", store=store, rank=case.rank, world_size=RANKS, timeout=limit)
         getattr(case, name)()
@@ -149,6 +150,7 @@ def _start(folder: Path, names: list[str]) -> list[subprocess.Popen[bytes]]:
             "TORCHTPU_PLATFORM": "cpu",
             "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
             "OMP_NUM_THREADS": "1",
+            "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(RANKS),

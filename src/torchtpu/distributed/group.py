@@ -478,7 +478,7 @@ class Group:
         for lane in (*own, *self._lanes.values()):
             lane.close()
         self._lanes = {}
-        self.transport.host.memory.close()
+        self.transport.host.close()
 
     def abort(self) -> None:
         """Give the group up: whatever is called from now on fails."""

@@ -2,17 +2,19 @@
 lie in host memory anyway, and messages between two ranks everywhere.
 
 Every collective begins with one message of fixed size from each rank to all: its fingerprint, and the data itself if it
-is small. So ranks that do not agree find out before any data moves (gloo would abort the process, or return nonsense),
-and a small collective takes one exchange whatever it computes. Large data lies in memory that the processes of a host
-share; between hosts gloo carries it.
+is small. It goes through mailboxes that the processes of a host share, or over gloo between hosts. So ranks that do not
+agree find out before any data moves (gloo would abort the process, or return nonsense), and a small one takes one
+exchange whatever it computes. Large data lies in memory that the processes share; between hosts gloo carries it.
 """
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import datetime
 import hashlib
 import math
+import queue
 import re
 import struct
 import time
@@ -24,6 +26,7 @@ import torch.distributed as dist
 
 from torchtpu.distributed import buffers
 from torchtpu.distributed.errors import CollectiveError, CollectiveTimeout, MismatchError, check_splits
+from torchtpu.distributed.mailbox import Mailboxes, available
 from torchtpu.distributed.reductions import Op, Reduction, combine, finish, working_dtype
 from torchtpu.distributed.shared import SharedMemory
 from torchtpu.distributed.watch import Call
@@ -126,6 +129,30 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return found
 
 
+class _ByGloo:
+    """``Mailboxes`` for ranks that share no memory."""
+
+    def __init__(self, gloo: Any, size: int) -> None:
+        self._gloo, self._size = gloo, size
+        self._out, self._in = torch.zeros(SLOT, dtype=torch.uint8), torch.zeros(size * SLOT, dtype=torch.uint8)
+
+    def own(self) -> Any:
+        return self._out.numpy()
+
+    def post(self) -> None:
+        self._work = self._gloo._allgather_base(self._in, self._out)
+
+    def read(self, deadline: float) -> list[Any]:
+        _wait(self._gloo, self._work, deadline)
+        return list(self._in.numpy().reshape(self._size, SLOT))
+
+    def tensor(self, rank: int, begin: int, end: int) -> torch.Tensor:
+        return self._in[rank * SLOT + begin : rank * SLOT + end]
+
+    def close(self) -> None:
+        pass
+
+
 class HostTransport:
     """The collectives of one group on CPU tensors.
 
@@ -144,12 +171,18 @@ class HostTransport:
         self.notes = dist.PrefixStore("mismatch", store)
         self.deadline = math.inf
         self.memory = SharedMemory(store, rank, size)
+        self.post: Mailboxes | _ByGloo
+        if self.memory.usable and available():
+            self.post = Mailboxes(store, self.memory, SLOT)
+        else:
+            self.post = _ByGloo(self.gloo, size)
         self.turn = 0
-        self._out = torch.zeros(SLOT, dtype=torch.uint8)
-        self._in = torch.zeros(size * SLOT, dtype=torch.uint8)
-        self._write: Any = self._out.numpy()
-        self._read: Any = self._in.numpy()
         self._call: Call | None = None
+
+    def close(self) -> None:
+        """Give the shared memory back; no collective may follow."""
+        self.post.close()
+        self.memory.close()
 
     # ---- the first message ------------------------------------------------------------------------------------------
 
@@ -175,18 +208,19 @@ class HostTransport:
         self.turn += 1
         nbytes = sum(d.numel() for d in data) if data is not None else -1
         descriptor = -1
+        message = self.post.own()
         if data is not None and nbytes <= ROOM:
             at = _HEADER.size
             for d in data:
-                self._out[at : at + d.numel()] = d
+                message[at : at + d.numel()] = d.numpy()
                 at += d.numel()
         elif data is not None and self.memory.usable:
             descriptor = self.memory.write(self.turn, data)
         else:
             nbytes = -1
-        _HEADER.pack_into(self._write, 0, call.number, _fingerprint(call.text), nbytes, descriptor)
-        self._wait(self.gloo._allgather_base(self._in, self._out))
-        headers = [_HEADER.unpack_from(self._read, r * SLOT) for r in range(self.size)]
+        _HEADER.pack_into(message, 0, call.number, _fingerprint(call.text), nbytes, descriptor)
+        self.post.post()
+        headers = [_HEADER.unpack_from(m) for m in self.post.read(self.deadline)]
         if any(h[:2] != headers[0][:2] for h in headers):
             self._disagree(call)
         if any(h[2] < 0 for h in headers):
@@ -196,8 +230,7 @@ class HostTransport:
             if descriptor >= 0:
                 found.append(self.memory.read(self.turn, rank, descriptor, length))
             else:
-                start = rank * SLOT + _HEADER.size
-                found.append(self._in[start : start + length])
+                found.append(self.post.tensor(rank, _HEADER.size, _HEADER.size + length))
         return found
 
     def _disagree(self, call: Call) -> None:
@@ -402,10 +435,16 @@ class Messages:
     """
 
     def __init__(self, transport: HostTransport) -> None:
-        self.gloo = transport.gloo
+        self.gloo, self.rank = transport.gloo, transport.rank
+        self._to_itself: dict[int, queue.SimpleQueue[tuple[torch.Tensor, str]]] = collections.defaultdict(
+            queue.SimpleQueue
+        )
 
     def send(self, x: torch.Tensor, text: str, to: int, tag: int, deadline: float) -> None:
         """Send ``x``; returns when it has gone."""
+        if to == self.rank:  # gloo has no connection for this
+            self._to_itself[tag].put((x.clone(), text))
+            return
         head = torch.zeros(SLOT, dtype=torch.uint8)
         data = _bytes(x)
         fits = data.numel() <= ROOM
@@ -420,6 +459,14 @@ class Messages:
         self, like: torch.Tensor, text: str, source: int, tag: int, deadline: float
     ) -> tuple[torch.Tensor, int]:
         """The next message, of the size and dtype of ``like``, and who sent it (``source`` -1: anyone)."""
+        if source == self.rank:
+            try:
+                found, sent = self._to_itself[tag].get(timeout=max(deadline - time.monotonic(), 0.1))
+            except queue.Empty:
+                raise CollectiveTimeout("it did not finish in time") from None
+            if sent != text:
+                raise MismatchError(f"the rank sent itself {sent}, and receives {text}")
+            return found, source
         head = torch.zeros(SLOT, dtype=torch.uint8)
         work = self.gloo.recv([head], source, 2 * tag) if source >= 0 else self.gloo.recv_anysource([head], 2 * tag)
         _wait_message(self.gloo, work, deadline)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchtpu.distributed.errors import CollectiveError
 
-__all__ = ["SharedMemory"]
+__all__ = ["SharedMemory", "segment"]
 
 _SMALLEST = 1 << 20
 
@@ -30,16 +30,17 @@ class SharedMemory:
 
     Attributes:
         usable: whether all ranks run on one host and can open each other's memory: the same answer on each.
+        processes: the ranks' process numbers.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         store = dist.PrefixStore("memory", store)
-        self._own: list[tuple[int, torch.Tensor]] = [_segment(4096), _segment(4096)]
+        self._own: list[tuple[int, torch.Tensor]] = [segment(4096), segment(4096)]
         self._peers: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         store.set(f"place/{rank}", f"{_place()} {os.getpid()} {self._own[0][0]}")
         places = [store.get(f"place/{r}").decode().rsplit(" ", 2) for r in range(size)]
-        self._processes = [int(pid) for _, pid, _ in places]
+        self.processes = [int(pid) for _, pid, _ in places]
         alike = len({place for place, _, _ in places}) == 1
         store.set(f"open/{rank}", str(int(alike and self._opens([int(fd) for _, _, fd in places]))))
         self.usable = all(store.get(f"open/{r}") == b"1" for r in range(size))
@@ -53,7 +54,7 @@ class SharedMemory:
         return True
 
     def _path(self, rank: int, descriptor: int) -> str:
-        return f"/proc/{self._processes[rank]}/fd/{descriptor}"
+        return f"/proc/{self.processes[rank]}/fd/{descriptor}"
 
     def write(self, turn: int, data: Sequence[torch.Tensor]) -> int:
         """Put bytes in this rank's segment of a turn, one tensor after the other.
@@ -66,7 +67,7 @@ class SharedMemory:
         descriptor, memory = self._own[half]
         if memory.numel() < nbytes:
             os.close(descriptor)
-            descriptor, memory = self._own[half] = _segment(max(_SMALLEST, 1 << (nbytes - 1).bit_length()))
+            descriptor, memory = self._own[half] = segment(max(_SMALLEST, 1 << (nbytes - 1).bit_length()))
         at = 0
         for d in data:
             memory[at : at + d.numel()].copy_(d)
@@ -81,15 +82,23 @@ class SharedMemory:
         known = self._peers.get((rank, half))
         # A descriptor comes again when its segment was replaced by a larger one.
         if known is None or known[0] != descriptor or known[1].numel() < nbytes:
-            try:
-                opened = os.open(self._path(rank, descriptor), os.O_RDWR)
-            except OSError as error:  # it ended after it said what it would share
-                raise CollectiveError(f"rank {rank} has gone: its memory cannot be read") from error
-            try:
-                known = self._peers[rank, half] = descriptor, _mapped(opened)
-            finally:
-                os.close(opened)
+            known = self._peers[rank, half] = descriptor, self.opened(rank, descriptor)
         return known[1][:nbytes]
+
+    def opened(self, rank: int, descriptor: int) -> torch.Tensor:
+        """The bytes of another rank's segment.
+
+        Raises:
+            CollectiveError: it ended after it said what it would share.
+        """
+        try:
+            opened = os.open(self._path(rank, descriptor), os.O_RDWR)
+        except OSError as error:
+            raise CollectiveError(f"rank {rank} has gone: its memory cannot be read") from error
+        try:
+            return _mapped(opened)
+        finally:
+            os.close(opened)
 
     def close(self) -> None:
         """Give the segments back; nothing can be written afterwards."""
@@ -105,7 +114,8 @@ def _place() -> str:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
 
 
-def _segment(nbytes: int) -> tuple[int, torch.Tensor]:
+def segment(nbytes: int) -> tuple[int, torch.Tensor]:
+    """Memory of this process that others of its user can open: its descriptor, and its bytes."""
     descriptor = os.memfd_create("torchtpu")
     os.ftruncate(descriptor, nbytes)
     return descriptor, _mapped(descriptor)

@@ -23,7 +23,7 @@ import torch
 
 from torchtpu.distributed.pending import Pending
 
-__all__ = ["Call", "Watch", "dead", "user_line"]
+__all__ = ["Call", "Watch", "dead", "process_start", "user_line"]
 
 PERIOD = 1.0
 """Seconds between two reports of a rank."""
@@ -102,7 +102,7 @@ class Watch:
         self.store, self.rank = _own_connection(store), rank
         self.current: Call | None = None
         self.pending: weakref.WeakSet[Pending] = weakref.WeakSet()
-        self._process = _process(os.getpid())
+        self._process = process_start(os.getpid())
         self._stopped = threading.Event()
         self.publish()
         self._thread = threading.Thread(target=self._run, name="torchtpu-watch", daemon=True)
@@ -213,7 +213,7 @@ def _host() -> str:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _process(pid: int) -> str:
+def process_start(pid: int) -> str:
     """When a process started, in the kernel's ticks: its number may be another's later. Empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -226,7 +226,7 @@ def _process(pid: int) -> str:
 def dead(state: dict[str, Any]) -> bool:
     """Whether the process that wrote a state is known to have ended; only those of this host can be known."""
     host, pid, started = state["process"]
-    return host == _host() and _process(pid) != started
+    return host == _host() and process_start(pid) != started
 
 
 def _key(rank: int) -> str:

@@ -126,6 +126,34 @@ def _linalg_lstsq() -> Callable[..., Any]:
     return kernel
 
 
+def _batch_norm_gather_stats_with_counts() -> Callable[..., Any]:
+    """``batch_norm_gather_stats_with_counts`` updates the running statistics, and its schema does not say so."""
+    plain = None
+
+    def kernel(
+        input: torch.Tensor,
+        mean: torch.Tensor,
+        invstd: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        momentum: float,
+        eps: float,
+        counts: torch.Tensor,
+    ) -> Any:
+        nonlocal plain
+        plain = plain or make_kernel(_aten.batch_norm_gather_stats_with_counts.default)
+        found, found_invstd = plain(input, mean, invstd, None, None, momentum, eps, counts)
+        if running_mean is not None and running_var is not None:
+            n = counts.to(found.dtype)
+            squares = (n[:, None] * (invstd.to(found.dtype) ** -2 - eps + (mean - found) ** 2)).sum(0)
+            running_mean.mul_(1 - momentum).add_((momentum * found).to(running_mean.dtype))
+            unbiased = squares / (n.sum() - 1)
+            running_var.mul_(1 - momentum).add_((momentum * unbiased).to(running_var.dtype))
+        return found, found_invstd
+
+    return kernel
+
+
 def _as_strided_copy(
     self: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
@@ -194,6 +222,7 @@ SPECIAL_KERNELS: dict[str, Callable[..., Any]] = {
     "native_batch_norm": _native_batch_norm("default"),
     "native_batch_norm.out": _native_batch_norm("out"),
     "normal.Tensor_float_out": _normal_around_out,
+    "batch_norm_gather_stats_with_counts": _batch_norm_gather_stats_with_counts(),
     "_embedding_bag_backward": _embedding_bag_backward(),
 }
 """Kernels by overload."""

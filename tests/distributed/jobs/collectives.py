@@ -319,6 +319,14 @@ def check_batched_messages():
         same(back, value((r + 1) % n, size, torch.float32, salt=1))
 
 
+def check_batched_messages_to_itself():
+    found = torch.empty(3, device=DEVICE)
+    r = dist.get_rank()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine((3,)), r), dist.P2POp(dist.irecv, found, r)]):
+        work.wait()
+    same(found, value(r, (3,), torch.float32))
+
+
 def check_objects():
     n, r = dist.get_world_size(), dist.get_rank()
     found = [None] * n

@@ -138,6 +138,30 @@ def check_ddp_unused_parameters_and_static_graph():
         torch.testing.assert_close(m.module.used.weight.grad.cpu(), single.used.weight.grad)
 
 
+def check_synchronised_batch_norm():
+    torch.manual_seed(0)
+    x, weights = torch.randn(8, 3, 5), torch.randn(8, 3, 5)
+    n, r = dist.get_world_size(), dist.get_rank()
+    single = nn.BatchNorm1d(3)
+    with torch.no_grad():
+        single.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
+    m = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(single)).to(DEVICE)
+    theirs = x.clone().requires_grad_()
+    rows = slice(0, 3) if r == 0 else slice(3 + 5 * (r - 1) // (n - 1), 3 + 5 * r // (n - 1))  # as many as nobody else
+    ours = x[rows].to(DEVICE).requires_grad_()
+    expected, found = single(theirs), m(ours)
+    (expected * weights).sum().backward()
+    (found * weights[rows].to(DEVICE)).sum().backward()
+    dist.all_reduce(m.weight.grad)
+    dist.all_reduce(m.bias.grad)
+    torch.testing.assert_close(found.cpu(), expected[rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.grad.cpu(), theirs.grad[rows], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(m.weight.grad.cpu(), single.weight.grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(m.bias.grad.cpu(), single.bias.grad, rtol=1e-5, atol=1e-5)
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(m.state_dict()[name].cpu(), value, rtol=1e-5, atol=1e-6)
+
+
 def check_ddp_no_sync_accumulates():
     m = DistributedDataParallel(model().to(DEVICE))
     for step in range(2):

@@ -226,6 +226,57 @@ def batch_norm_backward(
     )
 
 
+# Batch norm over several processes (torch.nn.SyncBatchNorm)
+
+
+@lowering("batch_norm_stats")
+def batch_norm_stats(input, eps):
+    variance, mean = moments(widen(input), _all_but_channels(input.ndim), False)
+    return mean, jax.lax.rsqrt(variance + cast(eps, mean.dtype))
+
+
+@lowering("batch_norm_gather_stats_with_counts")
+def batch_norm_gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts):
+    """Mean and inverse deviation of all ranks' rows, from each one's (ranks, channels) and its count (ranks,)."""
+    if running_mean is not None or running_var is not None:
+        raise NotImplementedError("batch_norm_gather_stats_with_counts with running statistics cannot be compiled")
+    dtype = compute_dtype(input.dtype)
+    mean, invstd, n = mean.astype(dtype), invstd.astype(dtype), counts.astype(dtype)[:, None]
+    total = jnp.sum(n)
+    center = jnp.sum(n * mean, axis=0) / total
+    eps = cast(eps, dtype)
+    variance = jnp.sum(n * (1 / (invstd * invstd) - eps + (mean - center) ** 2), axis=0) / total
+    return center, jax.lax.rsqrt(variance + eps)
+
+
+@lowering("batch_norm_elemt")
+def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
+    x = widen(input)
+    scale, shift, mean, invstd = (
+        None if p is None else _channels(p.astype(x.dtype), x.ndim) for p in (weight, bias, mean, invstd)
+    )
+    return _scale_shift((x - mean) * invstd, scale, shift).astype(input.dtype)
+
+
+@lowering("batch_norm_backward_reduce")
+def batch_norm_backward_reduce(grad_out, input, mean, invstd, weight, input_g, weight_g, bias_g):
+    g, x = widen(grad_out), widen(input)
+    dims, dtype = _all_but_channels(x.ndim), mean.dtype if weight is None else weight.dtype
+    total = jnp.sum(g, axis=dims)
+    moment = jnp.sum(g * (x - _channels(mean.astype(x.dtype), x.ndim)), axis=dims)
+    grads = total, moment, (moment * invstd.astype(x.dtype)).astype(dtype), total.astype(dtype)
+    return _masked((input_g, input_g, weight_g, bias_g), *grads)
+
+
+@lowering("batch_norm_backward_elemt")
+def batch_norm_backward_elemt(grad_out, input, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
+    g, x = widen(grad_out), widen(input)
+    n = jnp.sum(count).astype(x.dtype)
+    mean, invstd, total, moment = (_channels(p.astype(x.dtype), x.ndim) for p in (mean, invstd, sum_dy, sum_dy_xmu))
+    grad = (g - total / n - (x - mean) * invstd * invstd * moment / n) * invstd
+    return _scale_shift(grad, None if weight is None else _channels(weight, x.ndim), None).astype(input.dtype)
+
+
 # Group norm
 
 
