@@ -73,6 +73,15 @@ def test_empty_and_integers():
     check(aten.max_pool2d_with_indices.default, torch.randint(-9, 9, (1, 3, 5, 5)), [2, 2], [2, 2], [1, 1])
 
 
+def test_gradients_and_images_of_nothing():
+    x = torch.randn(0, 2, 5, 5)
+    out, indices = aten.fractional_max_pool2d(x, [2, 2], [3, 3], torch.rand(0, 2, 2))
+    check(aten.fractional_max_pool2d_backward.default, out, x, [2, 2], [3, 3], indices)
+    check(aten.max_unpool2d.default, out, indices, [5, 5])
+    for size in ((0, 2, 5, 5), (2, 0, 5, 5)):
+        check(aten.grid_sampler_2d.default, torch.randn(size), torch.randn(size[0], 3, 3, 2), 0, 0, False)
+
+
 def test_unpool_checks_its_indices():
     with pytest.raises(IndexError):
         run_lowering(aten.max_unpool2d.default, torch.randn(1, 1, 1), torch.tensor([[[9]]]), [2, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def _read(image, at):
     flat = where[0]
     for n, a in zip(sizes[1:], where[1:], strict=True):
         flat = flat * n + a
-    return jnp.where(inside, jnp.take(image.reshape(image.shape[0], -1), flat, axis=1), 0)
+    return jnp.where(inside, jnp.take(image.reshape(image.shape[0], math.prod(image.shape[1:])), flat, axis=1), 0)
 
 
 def _linear(image, at):

@@ -99,13 +99,13 @@ def _listed(v) -> list[int]:
 
 def _scatter_gradient(grad_output, self, indices, rank):
     """Add each gradient at its flat input position."""
-    lead = self.shape[:-rank]
-    wide = cast(grad_output, accumulator(grad_output.dtype)).reshape(*lead, -1)
+    lead, count = self.shape[:-rank], math.prod(grad_output.shape[-rank:])
+    wide = cast(grad_output, accumulator(grad_output.dtype)).reshape(*lead, count)
     zero = jnp.zeros((*lead, math.prod(self.shape[-rank:])), wide.dtype)
     add = lambda z, i, g: z.at[i].add(g, mode="drop")  # noqa: E731
     for _ in lead:
         add = jax.vmap(add)
-    flat = add(zero, indices.reshape(*lead, -1).astype(jnp.int32), wide)
+    flat = add(zero, indices.reshape(*lead, count).astype(jnp.int32), wide)
     return cast(flat.reshape(self.shape), self.dtype)
 
 
@@ -237,7 +237,7 @@ def _fractional_max(rank, self, kernel_size, output_size, random_samples):
 
 
 def _unpool(rank, self, indices, output_size):
-    lead, sizes = self.shape[:-rank], list(output_size)
+    lead, sizes, count = self.shape[:-rank], list(output_size), math.prod(self.shape[-rank:])
     extent = math.prod(sizes)
     at = check_index(
         indices.reshape(-1), extent, "max_unpool: index {value} is outside the output", allow_negative=False
@@ -245,7 +245,7 @@ def _unpool(rank, self, indices, output_size):
     put = lambda z, i, v: z.at[i].set(v)  # noqa: E731
     for _ in lead:
         put = jax.vmap(put)
-    flat = put(jnp.zeros((*lead, extent), self.dtype), at.reshape(*lead, -1), self.reshape(*lead, -1))
+    flat = put(jnp.zeros((*lead, extent), self.dtype), at.reshape(*lead, count), self.reshape(*lead, count))
     return flat.reshape(*lead, *sizes)
 
 
