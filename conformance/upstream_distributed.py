@@ -31,10 +31,18 @@ SECONDS = 120.0
 """What a test may take before the processes are ended and started again after it."""
 
 FOREIGN = {
-    "names CUDA itself": ("not compiled with CUDA", "Torch not compiled with CUDA", "'cuda'", "cuda:", "No CUDA GPUs"),
-    "expects gloo's or NCCL's own names": ("'gloo'", "nccl", "NCCL", "'tpu' != "),
+    "names CUDA itself": ("not compiled with CUDA", "'cuda'", "cuda:", "No CUDA GPUs"),
+    "needs torchvision": ("torchvision",),
+    "needs more ranks": ("is out of range. Valid ranks",),
+    "gloo's or NCCL's own names and words": (
+        *("'gloo'", "GLOO", "nccl", "NCCL", "'custom' != 'tpu'", "monitoredBarrier", "(Timed out|closed|timeout)"),
+        "local variable 'ddp_model'",  # assigned by the backend's name
+    ),
+    "makes tensors on the CPU": ("No backend type associated with device type cpu", "tpu:0 and cpu"),
+    "objects whose comparison raises": ("ObjectPair",),
+    "makes the default group in a way of its own": ("Default process group has not been initialized",),
 }
-"""What in an error shows that a test cannot be pointed at another device, or backend."""
+"""What in an error shows that a test cannot be pointed at another device, backend, or launcher."""
 
 
 # ---- a rank ---------------------------------------------------------------------------------------------------------
