@@ -64,8 +64,9 @@ def _repeat(joint: torch.fx.GraphModule, constrain: Any) -> None:
             kwargs = torch.fx.map_arg(n.kwargs, lambda a: repeated(a, before))
             if _gathers(n, constrain):
                 args = (*args[:3], True)
+            target: Any = n.target
             with graph.inserting_before(before):
-                again[n] = graph.call_function(n.target, args, kwargs)
+                again[n] = graph.call_function(target, args, kwargs)
             again[n].meta = {k: v for k, v in n.meta.items() if k != "partitioner_tag"}
         return again[n]
 

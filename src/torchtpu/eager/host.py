@@ -121,7 +121,7 @@ def _store_from_host(self: torch.Tensor, src: torch.Tensor) -> bool:
     host = _private(src.to(self.dtype).permute(order).contiguous(), src)
     spec = make_spec(tuple(self.shape), tuple(self.stride()), self.dtype)
     before = _C.get_value(self)[0] if meshes.active else None
-    if meshes.divided(before) and before.shape == tuple(host.shape):
+    if before is not None and meshes.divided(before) and before.shape == tuple(host.shape):
         _C.store(self, meshes.from_host(host_array(host), before.sharding), spec)
     else:
         _C.store(self, _put(host, self.device.index), spec)

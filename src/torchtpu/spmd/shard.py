@@ -145,6 +145,7 @@ def _divided(t: torch.Tensor, name: str, spec: Spec, divided: Divided) -> torch.
     """A tensor on the device with the elements of another (zeros for one on meta), divided."""
     where = meshes.sharding(divided.place(*spec), tuple(t.shape))
     assert where is not None
+    array: jax.Array
     if t.is_meta:
         zeros = np.zeros((), to_jax(t.dtype))
         parts = lambda index: np.broadcast_to(zeros, where.shard_shape(tuple(t.shape)))  # noqa: E731
