@@ -32,7 +32,7 @@ from typing import Any
 
 from conformance.training_job import POINTS
 
-RESULTS = Path(__file__).parent / "results" / "failures.json"
+RESULTS = Path(__file__).parent / "results" / "distributed" / "failures.json"
 ROOT = Path(__file__).parents[1]
 RANKS = 4
 _MOMENT = {"init": 8.0, "compile": 1.0, "collective": 0.05, "optimizer": 0.1, "checkpoint": 0.3}

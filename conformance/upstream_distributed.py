@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "upstream_distributed.jsonl"
+RESULTS = Path(__file__).parent / "results" / "distributed" / "upstream.jsonl"
 PAGE = ROOT / "docs" / "distributed-upstream.md"
 RANKS = 3
 SECONDS = 120.0
