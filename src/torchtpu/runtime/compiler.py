@@ -108,7 +108,7 @@ def compile_program(
             about = observe.About(f"part {n + 1} of {len(distinct)} of {name}", tuple(operators), runs[part])
             waiting[part] = _compile(lowered, device, None, "", start, about)
             start = time.perf_counter()
-    return Pieces(traced.jaxpr, pieces, {part: wait() for part, wait in waiting.items()}, device)
+        return Pieces(traced.jaxpr, pieces, {part: wait() for part, wait in waiting.items()}, device)
 
 
 def _compile(
