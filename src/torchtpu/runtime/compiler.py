@@ -121,7 +121,7 @@ def compile_program(
             one = observe.About(f"part {n + 1} of {len(distinct)} of {name}", tuple(operators), runs[part])
             waiting[part] = _compile(lowered, device, None, "", start, one)
             start = time.perf_counter()
-    compiled = {part: wait() for part, wait in waiting.items()}
+        compiled = {part: wait() for part, wait in waiting.items()}
     return Pieces(traced.jaxpr, pieces, [compiled[id(p.function)] for p in pieces], device)
 
 

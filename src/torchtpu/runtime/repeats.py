@@ -69,7 +69,7 @@ def split(closed: core.ClosedJaxpr) -> list[Piece] | None:
         return None
     jaxpr = jaxpr.replace(eqns=_settled(jaxpr))
     tokens = _tokens(jaxpr.eqns)
-    runs = [r for r in sorted(_runs(jaxpr.eqns, tokens, 0, len(tokens))) if _worth_it(jaxpr.eqns[r[0] : r[0] + r[1]])]
+    runs = sorted(_runs(jaxpr.eqns, tokens, 0, len(tokens)))
     if not runs:
         return None
     uses = _uses(jaxpr)
@@ -184,7 +184,8 @@ def _runs(eqns: Sequence[Any], tokens: list[int], low: int, high: int) -> list[t
             repeats = length // period + 1
             if repeats >= FEWEST:
                 start, repeats = _wired_alike(eqns, i, period, repeats)
-                if repeats >= FEWEST and (best is None or repeats * period > best[1] * best[2]):
+                longer = repeats >= FEWEST and (best is None or repeats * period > best[1] * best[2])
+                if longer and _worth_it(eqns[start : start + period]):
                     best = start, period, repeats
             i += length + 1
     if best is None:
