@@ -56,8 +56,9 @@ def _simplify(node: Node, constants: _Constants) -> bool:
         return False
     given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
     before = dict(given)
-    if isinstance(given.get("attn_mask"), Node) and given.get("is_causal") in (None, False):
-        kind = constants.mask(given["attn_mask"], *(_shape(given[x]) for x in ("query", "key")))
+    mask = given.get("attn_mask")
+    if isinstance(mask, Node) and given.get("is_causal") in (None, False):
+        kind = constants.mask(mask, *(_shape(given[x]) for x in ("query", "key")))
         if kind is not None:
             given["attn_mask"], given["is_causal"] = None, kind == "causal"
     if not given.get("enable_gqa"):

@@ -102,9 +102,9 @@ def compile_program(
         distinct = {id(p.function): p.function for p in pieces}
         runs = Counter(id(p.function) for p in pieces)
         waiting: dict[int, Callable[[], Any]] = {}
-        for n, (part, function) in enumerate(distinct.items()):
-            block = jax.jit(core.jaxpr_as_fun(function), out_shardings=SingleDeviceSharding(device))
-            lowered = block.trace(*function.in_avals).lower()
+        for n, (part, computes) in enumerate(distinct.items()):
+            block = jax.jit(core.jaxpr_as_fun(computes), out_shardings=SingleDeviceSharding(device))
+            lowered = block.trace(*computes.in_avals).lower()
             about = observe.About(f"part {n + 1} of {len(distinct)} of {name}", tuple(operators), runs[part])
             waiting[part] = _compile(lowered, device, None, "", start, about)
             start = time.perf_counter()
