@@ -199,14 +199,19 @@ def read_view(array: jax.Array, plan: ViewPlan, starts: Sequence[jax.Array] = ()
         if math.prod(plan.size) == 0:
             return jnp.zeros(plan.size, array.dtype)
         return array.reshape(-1)[_indices(plan, starts)]
-    picked = _slice(array.reshape(plan.folded), plan, starts)
+    picked = _slice(_shaped(array, plan.folded), plan, starts)
     # Fold away what was taken as one element, order the rest as the window does, and repeat.
     kept = [k for k, n in enumerate(plan.count) if n > 1]
-    picked = picked.reshape([plan.count[k] for k in kept])
     wanted = [a for a in plan.axes if a is not None]
-    picked = picked.transpose([kept.index(a) for a in wanted])
-    shape = [n if a is not None else 1 for n, a in zip(plan.size, plan.axes, strict=True)]
-    return jnp.broadcast_to(picked.reshape(shape), plan.size)
+    if wanted != kept:
+        picked = _shaped(picked, [plan.count[k] for k in kept]).transpose([kept.index(a) for a in wanted])
+    picked = _shaped(picked, [n if a is not None else 1 for n, a in zip(plan.size, plan.axes, strict=True)])
+    return picked if picked.shape == plan.size else jnp.broadcast_to(picked, plan.size)
+
+
+def _shaped(array: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """``reshape`` that costs nothing where nothing changes: a graph has a thousand inputs."""
+    return array if array.shape == tuple(shape) else array.reshape(shape)
 
 
 def _slice(folded: jax.Array, plan: ViewPlan, starts: Sequence[jax.Array]) -> jax.Array:
