@@ -16,6 +16,7 @@ from torch._ops import OperatorBase
 from torchtpu import _C
 from torchtpu.compile.aliases import Aliases
 from torchtpu.compile.draws import Draws, takes_draws
+from torchtpu.compile.grouped import share_heads
 from torchtpu.compile.padding import Buckets, PaddedProgram, has_changing_size
 from torchtpu.compile.padding_layout import NotUnderstood
 from torchtpu.eager import modes
@@ -76,6 +77,8 @@ class GraphProgram:
                 self.padded = PaddedProgram(module, buckets, self.name)
             except NotUnderstood as error:
                 self._give_up(error)
+        if self.padded is None:
+            share_heads(module.graph)
 
     def _give_up(self, why: NotUnderstood) -> None:
         """Compile for exact sizes from now on."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from torchtpu.eager import growth
-from torchtpu.eager.arrays import number_operand
-from torchtpu.eager.program import Kind, Program
-from torchtpu.runtime import devices, repeats
-from torchtpu.runtime.compiler import compile_program, working_memory
+from torchtpu.eager.executable import Variant, build, needed_first
+from torchtpu.eager.program import Program
 from torchtpu.runtime.compiler import statistics as compiler_statistics
-from torchtpu.runtime.disk_cache import digest
 from torchtpu.runtime.observe import log
 
 if TYPE_CHECKING:
@@ -32,6 +25,8 @@ WORTH_A_WARNING = 16
 """Traces of fewer operators compile in no time; trying things out in a shell makes many."""
 SHORT_GROWS_AFTER = 3
 """Compiles of a trace shorter than that for different sizes, after which it is compiled for buckets."""
+PLANS_KEPT = 64
+"""Of one trace: what is wanted and what is free hardly changes from one run to the next."""
 WARNINGS = 3
 """Recompile warnings for traces that begin with one operator; text that grows by a token a step would give hundreds."""
 
@@ -40,63 +35,90 @@ class RecompileWarning(UserWarning):
     """A trace was compiled anew although it nearly equals an earlier one."""
 
 
-@dataclass
-class Variant:
-    """One executable of a trace.
+@dataclass(frozen=True)
+class Plan:
+    """How a trace runs.
 
     Attributes:
-        sizes: the results it returns, and their bytes.
-        donated: positions of the arrays it takes over.
-        run: enqueues it: (arrays, floats, integers, seeds) -> {result number: array}.
-        working_memory: bytes it needs besides its arrays.
+        variant: the executable.
+        positions: which of its results are those wanted; None: all, in order.
+        more_bytes: how much more memory than tensors hold before is in use while it runs.
     """
 
-    sizes: dict[int, int]
-    donated: frozenset[int]
-    run: Callable[..., dict[int, Any]]
-    working_memory: int
+    variant: Variant
+    positions: tuple[int, ...] | None
+    more_bytes: int
 
 
 @dataclass
 class _Known:
-    """A trace that has been compiled."""
+    """A trace that has been compiled, and the plans made for it: by what was wanted, free and waited for."""
 
     programs: list[Program]
     variants: list[Variant] = field(default_factory=list)
+    plans: dict[tuple[bytes, bytes, int], Plan] = field(default_factory=dict)
 
 
 class TraceCache:
     """Finds the executable of a trace, or compiles it and says why it had to."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[int, ...], _Known] = {}
+        self.known: dict[bytes, _Known] = {}
         self.by_head: dict[str, deque[list[Program]]] = {}
         self.counts: Counter[str] = Counter()
         self.misses: deque[str] = deque(maxlen=32)
         self.warned: Counter[str] = Counter()
 
-    def find(self, trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> Variant:
-        """The executable for a trace.
+    def find(self, trace: Trace, wanted: bytes, free: bytes, urgent: int = -1) -> Plan:
+        """How to run a trace.
 
         Args:
             trace: what was recorded.
-            wanted: numbers of the results that something refers to.
-            free: positions of the arrays that nothing but the trace refers to.
+            wanted: numbers of the results that something refers to, as int32.
+            free: positions of the arrays that nothing but the trace refers to, as int32.
+            urgent: number of the result that Python waits for; -1 where it waits for none or for all.
         """
         self.counts["flushes"] += 1
         self.counts["operators"] += len(trace.programs)
-        key = (trace.device, *trace.signature)
+        key = trace.key()
         known = self.known.get(key)
+        plan = None if known is None else known.plans.get((wanted, free, urgent))
+        if plan is not None:
+            self.counts["cache_hits"] += 1
+            return plan
+        need, may = (tuple(np.frombuffer(given, np.int32).tolist()) for given in (wanted, free))
+        first = needed_first(trace, urgent) if urgent >= 0 else frozenset()
+        variant = self._variant(key, known, trace, need, may, first)
+        known = self.known[key]
+        numbers = list(variant.sizes)
+        positions = None if numbers == list(need) else tuple(numbers.index(i) for i in need)
+        more = variant.working_memory - sum(variant.sizes[i] for i in need) + sum(trace.arrays[i].nbytes for i in may)
+        if len(known.plans) >= PLANS_KEPT:
+            known.plans.clear()
+        plan = known.plans[wanted, free, urgent] = Plan(variant, positions, more)
+        return plan
+
+    def _variant(
+        self,
+        key: bytes,
+        known: _Known | None,
+        trace: Trace,
+        wanted: tuple[int, ...],
+        free: tuple[int, ...],
+        first: frozenset[int],
+    ) -> Variant:
+        """The executable for a trace, compiled if there is none."""
         need, may = frozenset(wanted), frozenset(free)
         if known is not None:
             for variant in known.variants:
+                if first and variant.first != first:
+                    continue
                 # Computing more than is needed is cheaper than compiling again; memory still in use must not be taken.
                 if variant.donated <= may and need <= variant.sizes.keys():
                     self.counts["cache_hits"] += 1
                     return variant
         self._explain(trace, known)
-        donated = _donations(trace, wanted, free)
-        variant = _build(trace, wanted, donated)
+        variant = build(trace, wanted, free, first)
         if known is None:
             known = self.known[key] = _Known(list(trace.programs))
             self.by_head.setdefault(trace.programs[0].name, deque(maxlen=8)).append(known.programs)
@@ -107,7 +129,7 @@ class TraceCache:
         """Note why a trace is compiled; warn if one of the same operators has been compiled before."""
         length = len(trace.programs)
         if known is not None:
-            self._miss(f"{length} operators seen before, but other results of them are still referenced")
+            self._miss(f"{length} operators seen before, but other results of them are still referenced or waited for")
             return
         best: tuple[int, list[Program]] | None = None
         for earlier in self.by_head.get(trace.programs[0].name, ()):
@@ -172,113 +194,3 @@ def _difference(earlier: list[Program], now: list[Program]) -> str:
     if len(earlier) != len(now):
         return f"{len(now)} operators where there were {len(earlier)}"
     return "the same operators on other results of each other"
-
-
-def _donations(trace: Trace, wanted: tuple[int, ...], free: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the arrays nobody needs afterwards, those whose memory a result of the same type can take."""
-    room: Counter[Any] = Counter()
-    results = [t for p in trace.programs for t in p.result_types]
-    for i in wanted:
-        room[results[i].shape, results[i].dtype] += 1
-    donated = []
-    for i in free:
-        kind = trace.arrays[i].shape, trace.arrays[i].dtype
-        if room[kind]:
-            room[kind] -= 1
-            donated.append(i)
-    return tuple(donated)
-
-
-def _build(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...]) -> Variant:
-    """Compile a trace."""
-    programs, signature = list(trace.programs), list(trace.signature)
-
-    def fused(floats: Any, integers: Any, seeds: Any, *arrays: jax.Array) -> list[jax.Array]:
-        numbers = list(_numbers(programs, floats, integers, seeds))
-        results: list[jax.Array] = []
-        items = iter(signature)
-        for program, own in zip(programs, numbers, strict=True):
-            next(items)  # the program itself
-            operands = iter(own)
-            found = []
-            for kind in program.kinds:
-                if kind in (Kind.ARRAY, Kind.COMPLEX):
-                    item = next(items)
-                    found.append(results[item] if item >= 0 else arrays[-1 - item])
-                elif kind != Kind.ABSENT:
-                    found.append(next(operands))
-            found += operands  # starts and seed
-            typed = zip(found, program.input_types, strict=True)
-            results.extend(program.function(*(jnp.asarray(x, t.dtype) if x.dtype != t.dtype else x for x, t in typed)))
-        return [results[i] for i in wanted]
-
-    # Numbers are passed as three vectors; one by one where blocks repeat, so that all occurrences of a block are alike.
-    apart = not donated and repeats.enabled() and repeats.any_run([p.uid for p in programs])
-    index, device = trace.device, devices.device(trace.device)
-
-    def operands(floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> tuple[Any, Any, Any]:
-        if not apart:
-            return floats, integers, seeds
-        first, second = ([number_operand(x, index) for x in vector.tolist()] for vector in (floats, integers))
-        return first, second, list(seeds)
-
-    examples = [
-        *operands(
-            np.zeros(len(trace.floats)),
-            np.zeros(len(trace.integers), np.int64),
-            np.zeros((len(trace.seeds), 4), np.uint32),
-        ),
-        *trace.arrays,
-    ]
-    name = f"{len(programs)} operators"
-    given = tuple(3 + i for i in donated)
-    key = _digest(trace, wanted, donated, apart)
-    compiled = compile_program(
-        fused,
-        examples,
-        device,
-        name,
-        donate=given,
-        key=key,
-        operators=[name for p in programs for name in p.operators],
-    )
-
-    def run(arrays: list[Any], floats: np.ndarray, integers: np.ndarray, seeds: np.ndarray) -> dict[int, Any]:
-        with jax.enable_x64(True):
-            return dict(zip(wanted, compiled(*operands(floats, integers, seeds), *arrays), strict=True))
-
-    types = [t for p in programs for t in p.result_types]
-    sizes = {i: types[i].size * types[i].dtype.itemsize for i in wanted}
-    return Variant(sizes, frozenset(donated), run, working_memory(compiled))
-
-
-def _digest(trace: Trace, wanted: tuple[int, ...], donated: tuple[int, ...], apart: bool) -> str:
-    """What the compiled trace computes and how it is called, the same in every process: its signature with digests
-    for programs.
-    """
-    items = iter(trace.signature)
-    parts = []
-    for program in trace.programs:
-        next(items)  # the program's number, which is this process's own
-        links = [next(items) for kind in program.kinds if kind in (Kind.ARRAY, Kind.COMPLEX)]
-        parts.append(f"{program.digest} {links}")
-    types = [f"{x.dtype}{x.shape}" for x in trace.arrays]
-    return digest(*parts, repr((types, wanted, donated, apart)))
-
-
-def _numbers(programs: list[Program], floats: Any, integers: Any, seeds: Any) -> Iterator[list[jax.Array]]:
-    """For each program the operands that are not arrays: numbers in order, where slices start, the seed."""
-    next_float, next_integer, next_seed = itertools.count(), itertools.count(), itertools.count()
-    for program in programs:
-        found = []
-        kinds = [k for k in program.kinds if k != Kind.ABSENT]
-        for kind, wanted in zip(kinds, program.input_types, strict=False):
-            if kind in (Kind.FLOAT, Kind.INTEGER):
-                vector, position = (floats, next_float) if kind == Kind.FLOAT else (integers, next_integer)
-                found.append(jnp.asarray(vector[next(position)], wanted.dtype))
-        if program.starts:
-            starts = jnp.stack([integers[next(next_integer)] for _ in range(program.starts)])
-            found.append(jnp.asarray(starts, program.input_types[len(kinds)].dtype))
-        if program.random:
-            found.append(seeds[next(next_seed)])
-        yield found

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from torchtpu import _C
+from torchtpu.eager import trace
 from torchtpu.eager.arrays import array_of, force, from_host, make_spec, to_host, wrap_array
 from torchtpu.eager.errors import out_of_memory, translate
 from torchtpu.eager.kernels import make_kernel
@@ -85,7 +86,7 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
         if target is not devices.device(src.device.index):  # of several processes on a host each has one
             moved = jax.device_put(moved, target)
         return copy_(self, wrap_array(moved, self.device.index))
-    if not _share(self, src):
+    if not _C.share(self, src):
         if _copy_on_device is None:
             _copy_on_device = make_kernel(_aten.copy_.default)
         _copy_on_device(self, src)
@@ -124,26 +125,6 @@ def _store_from_host(self: torch.Tensor, src: torch.Tensor) -> bool:
     return True
 
 
-def _share(self: torch.Tensor, src: torch.Tensor) -> bool:
-    """Give ``self`` the value of ``src`` where both are whole storages of one layout: arrays are immutable, so no copy
-    is needed.
-    """
-    if self.dtype is not src.dtype or self.shape != src.shape or self.stride() != src.stride():
-        return False
-    if (
-        self.is_conj() != src.is_conj()
-        or self.is_neg() != src.is_neg()
-        or not _covers_storage(self)
-        or not _covers_storage(src)
-    ):
-        return False
-    value, shape, dtype = _C.get_value(src)
-    if value is None:
-        return False
-    _C.set_value(self, value, shape, dtype)
-    return True
-
-
 def _local_scalar_dense(self: torch.Tensor) -> Any:
     """``.item()``."""
     observe.wait("a number read by Python (.item(), bool(), print)")
@@ -152,7 +133,7 @@ def _local_scalar_dense(self: torch.Tensor) -> Any:
         value = np.asarray(array).reshape(-1)[0]
     except Exception as error:
         raise translate(error, _aten._local_scalar_dense.default, self.device.index) from error
-    checks.raise_failed()
+    checks.raise_failed(wait=not trace.is_early(array))
     if self.dtype is torch.bool:
         return bool(value)
     return (
