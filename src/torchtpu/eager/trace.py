@@ -56,15 +56,13 @@ def record(
         for i in program.complex:
             operands[i] = number_operand(operands[i], device)
     made = _C.record(program, program.recorded, operands, starts, seed, device)
-    if made is None:
-        with _lock:
-            # Either the trace must end here, or another thread has run it meanwhile.
+    while made is None:
+        with _lock:  # the trace must end here, or another thread runs it
             if program.reads:
                 _C.set_initialising(False)
             flush(device)
             operands = [force(x) for x in operands]
             made = _C.record(program, program.recorded, operands, starts, seed, device)
-            assert made is not None
     return made
 
 
