@@ -15,7 +15,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,8 +30,30 @@ from torchtpu.runtime import checks, devices, memory
 
 __all__ = ["Pending", "flush", "flush_all", "force", "fresh_cache", "is_early", "record"]
 
-Pending = _C.Pending
-Trace = _C.Trace
+if TYPE_CHECKING:
+
+    class Pending:
+        """A value that a trace will compute; see ``csrc/record.cpp``, as for ``Trace``."""
+
+        array: Any
+        error: Exception | None
+        trace: Trace | None
+        index: int
+
+    class Trace:
+        """The operators recorded on one device and not run yet."""
+
+        device: int
+        programs: list[Program]
+        arrays: list[Any]
+        signature: list[int]
+
+        def close(self) -> tuple[list[Pending], bytes, bytes]: ...
+        def reopen(self) -> None: ...
+        def key(self) -> bytes: ...
+        def numbers(self) -> tuple[bytes, bytes, bytes]: ...
+else:
+    Pending, Trace = _C.Pending, _C.Trace
 
 _lock = threading.RLock()
 """Held while a trace runs, and by whoever has to wait for that; appending to one takes only the interpreter's lock."""
