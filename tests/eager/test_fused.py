@@ -120,6 +120,38 @@ def test_shared_values_are_not_given_away():
     assert (x.sum().item(), y.sum().item(), z.sum().item()) == (1000, 0, 0)
 
 
+def test_a_small_value_does_not_wait_for_what_it_does_not_need():
+    weights = torch.randn(600, 600)
+    left = torch.tensor([3, 1], device="tpu")
+    w, total = weights.to("tpu"), torch.zeros(600, 600, device="tpu")
+    torch.tpu.synchronize()
+    for step in range(3):
+        before = torch.tpu.compile_stats()
+        total += w @ w.T
+        left -= 1
+        scaled = w * left.sum()  # reads what the flag needs, too
+        done = (left < step).any()
+        assert done.item() == (step == 1 or step == 2)
+        after = torch.tpu.compile_stats()
+        assert after["flushes"] == before["flushes"] + 1
+        assert after["compiles"] == before["compiles"] + (2 if step == 0 else 0)  # the flag's program, and the rest
+        wanted = weights * (4 - 2 * (step + 1))
+        assert_close(scaled.cpu(), wanted)
+    assert left.tolist() == [0, -2]
+    assert_close(total.cpu(), 3 * (weights @ weights.T), rtol=1e-4, atol=1e-3)
+
+
+def test_a_small_value_read_early_hides_no_wrong_index():
+    table = torch.zeros(1000, 400, device="tpu")
+    index = torch.tensor([1000], device="tpu")
+    flag = torch.zeros(1, device="tpu")
+    torch.tpu.synchronize()
+    rows = torch.nn.functional.embedding(index, table) + table
+    with pytest.raises(IndexError):  # at once if that program has finished by then
+        assert (flag + 1).item() == 1
+        rows.sum().item()
+
+
 def test_recompiles_say_why():
     def run(n: int) -> None:
         x = torch.ones(n, device="tpu")

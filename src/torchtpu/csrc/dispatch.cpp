@@ -1,6 +1,6 @@
 // The hot path of eager dispatch: turn a call's arguments into a key and the values it reads, and wrap results as tensors.
 // Nothing here knows an operator; what a key means is decided in Python (torchtpu/eager).
-#include "storage.h"
+#include "dispatch.h"
 
 #include <ATen/EmptyTensor.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -11,252 +11,209 @@
 #include <torch/csrc/MemoryFormat.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <string>
-#include <unordered_map>
+#include <deque>
 
 namespace py = pybind11;
 
 namespace torchtpu {
 namespace {
 
-// Per overload: the argument names, and whether a Python number given for each is an operand of the program or part of its key.
-struct Signature {
-  std::vector<PyObject*> names;  // interned, owned for ever
-  std::vector<bool> operand;
-};
-std::vector<Signature> g_signatures;
+std::deque<Signature> g_signatures;  // a deque: kernels refer to them
 
-// The type of values that have not been computed when they are stored; its attribute `array` is None until they are.
-PyTypeObject* g_pending_type = nullptr;
+int64_t integer(PyObject* x) {
+  const auto value = PyLong_AsLongLong(x);
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
 
-// The value of a cell (borrowed; nullptr: uninitialised). A pending value that has been computed meanwhile is replaced by its array.
+}  // namespace
+
+const Signature& signature_of(PyObject* handle) { return g_signatures.at(PyLong_AsSize_t(handle)); }
+
 PyObject* value_of(Cell* cell) {
-  if (cell->value != nullptr && Py_TYPE(cell->value) == g_pending_type) {
-    static PyObject* const name = PyUnicode_InternFromString("array");
-    PyObject* array = PyObject_GetAttr(cell->value, name);
-    if (array == nullptr) throw py::error_already_set();
-    if (array == Py_None) {
-      Py_DECREF(array);
-    } else {
+  if (cell->value != nullptr && is_pending(cell->value)) {
+    PyObject* array = reinterpret_cast<PendingObject*>(cell->value)->array;
+    if (array != nullptr) {
       PyObject* old = cell->value;
-      cell->value = array;
+      cell->value = Py_NewRef(array);
       Py_DECREF(old);
     }
   }
   return cell->value;
 }
 
-class Flattener {
- public:
-  std::string key;
-  PyObject* operands = PyList_New(0);
-  PyObject* owners = PyList_New(0);
-  int device = -1;
+Flattener::Flattener() {
+  static uint64_t calls = 0;
+  serial_ = ++calls;
+  key.reserve(192);
+}
 
-  ~Flattener() {
-    Py_XDECREF(operands);
-    Py_XDECREF(owners);
+void Flattener::leaf(PyObject* x, bool operand) {
+  if (THPVariable_Check(x)) return tensor(x, THPVariable_Unpack(x));
+  if (x == Py_None) return put('n');
+  if (PyBool_Check(x)) return operand ? number('B', x) : (put(x == Py_True ? 't' : 'f'));
+  if (PyLong_Check(x)) {
+    if (operand) return number('I', x);
+    put('i');
+    return pod<int64_t>(integer(x));
   }
-
-  void leaf(PyObject* x, bool operand) {
-    if (THPVariable_Check(x)) return tensor(x, THPVariable_Unpack(x));
-    if (x == Py_None) return put('n');
-    if (PyBool_Check(x)) return operand ? number('B', x) : (put(x == Py_True ? 't' : 'f'));
-    if (PyLong_Check(x)) {
-      if (operand) return number('I', x);
-      put('i');
-      return pod<int64_t>(integer(x));
-    }
-    if (PyFloat_Check(x)) {
-      if (operand) return number('F', x);
-      put('d');
-      return pod<double>(PyFloat_AS_DOUBLE(x));
-    }
-    if (PyTuple_Check(x) || PyList_Check(x)) {
-      const auto n = PySequence_Fast_GET_SIZE(x);
-      put('[');
-      pod<int64_t>(n);
-      for (Py_ssize_t i = 0; i < n; ++i) leaf(PySequence_Fast_GET_ITEM(x, i), operand);
-      return;
-    }
-    if (PyUnicode_Check(x)) {
-      Py_ssize_t n = 0;
-      const char* s = PyUnicode_AsUTF8AndSize(x, &n);
-      if (s == nullptr) throw py::error_already_set();
-      put('s');
-      pod<int64_t>(n);
-      key.append(s, n);
-      return;
-    }
-    if (THPDtype_Check(x)) {
-      put('D');
-      return put(static_cast<char>(reinterpret_cast<THPDtype*>(x)->scalar_type));
-    }
-    if (THPDevice_Check(x)) {
-      const auto d = reinterpret_cast<THPDevice*>(x)->device;
-      if (d.type() == kTPU && device < 0 && d.has_index()) device = d.index();
-      put('V');
-      put(static_cast<char>(d.type()));
-      return put(static_cast<char>(d.index()));
-    }
-    if (THPLayout_Check(x)) {
-      put('L');
-      return put(static_cast<char>(reinterpret_cast<THPLayout*>(x)->layout));
-    }
-    if (THPMemoryFormat_Check(x)) {
-      put('M');
-      return put(static_cast<char>(reinterpret_cast<THPMemoryFormat*>(x)->memory_format));
-    }
-    if (THPGenerator_Check(x)) return put('G');
-    if (PyComplex_Check(x)) {
-      if (operand) return number('C', x);
-      put('c');
-      pod<double>(PyComplex_RealAsDouble(x));
-      return pod<double>(PyComplex_ImagAsDouble(x));
-    }
-    if (PyIndex_Check(x)) {  // SymInt and NumPy integers
-      put('i');
-      py::object i = py::reinterpret_steal<py::object>(PyNumber_Index(x));
-      if (!i) throw py::error_already_set();
-      return pod<int64_t>(integer(i.ptr()));
-    }
-    TORCH_CHECK_TYPE(false, "torchtpu cannot pass an argument of type ", Py_TYPE(x)->tp_name, " to an operator");
+  if (PyFloat_Check(x)) {
+    if (operand) return number('F', x);
+    put('d');
+    return pod<double>(PyFloat_AS_DOUBLE(x));
   }
-
-  void put(char c) { key.push_back(c); }
-
-  template <typename T>
-  void pod(T value) {
-    key.append(reinterpret_cast<const char*>(&value), sizeof(T));
+  if (PyTuple_Check(x) || PyList_Check(x)) {
+    const auto n = PySequence_Fast_GET_SIZE(x);
+    put('[');
+    pod<int64_t>(n);
+    for (Py_ssize_t i = 0; i < n; ++i) leaf(PySequence_Fast_GET_ITEM(x, i), operand);
+    return;
   }
-
- private:
-  std::vector<const Cell*> cells_;
-  std::unordered_map<const Cell*, int32_t> index_;  // used once the list of cells is long
-
-  static int64_t integer(PyObject* x) {
-    const auto value = PyLong_AsLongLong(x);
-    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
-    return value;
+  if (PyUnicode_Check(x)) {
+    Py_ssize_t n = 0;
+    const char* s = PyUnicode_AsUTF8AndSize(x, &n);
+    if (s == nullptr) throw py::error_already_set();
+    put('s');
+    pod<int64_t>(n);
+    key.append(s, n);
+    return;
   }
-
-  void number(char kind, PyObject* x) {
-    put(kind);
-    PyList_Append(operands, x);
+  if (THPDtype_Check(x)) {
+    put('D');
+    return put(static_cast<char>(reinterpret_cast<THPDtype*>(x)->scalar_type));
   }
+  if (THPDevice_Check(x)) {
+    const auto d = reinterpret_cast<THPDevice*>(x)->device;
+    if (d.type() == kTPU && device < 0 && d.has_index()) device = d.index();
+    put('V');
+    put(static_cast<char>(d.type()));
+    return put(static_cast<char>(d.index()));
+  }
+  if (THPLayout_Check(x)) {
+    put('L');
+    return put(static_cast<char>(reinterpret_cast<THPLayout*>(x)->layout));
+  }
+  if (THPMemoryFormat_Check(x)) {
+    put('M');
+    return put(static_cast<char>(reinterpret_cast<THPMemoryFormat*>(x)->memory_format));
+  }
+  if (THPGenerator_Check(x)) return put('G');
+  if (PyComplex_Check(x)) {
+    if (operand) return number('C', x);
+    put('c');
+    pod<double>(PyComplex_RealAsDouble(x));
+    return pod<double>(PyComplex_ImagAsDouble(x));
+  }
+  if (PyIndex_Check(x)) {  // SymInt and NumPy integers
+    put('i');
+    py::object i = py::reinterpret_steal<py::object>(PyNumber_Index(x));
+    if (!i) throw py::error_already_set();
+    // That was Python code, which may have called operators on the same storages.
+    for (size_t n = 0; n < cells_.size(); ++n) {
+      cells_[n]->seen_by = serial_;
+      cells_[n]->position = static_cast<int32_t>(n);
+    }
+    return pod<int64_t>(integer(i.ptr()));
+  }
+  TORCH_CHECK_TYPE(false, "torchtpu cannot pass an argument of type ", Py_TYPE(x)->tp_name, " to an operator");
+}
 
-  // The position of a cell among the storages this call touches; its value is an operand only once.
-  int32_t slot(Cell* cell, PyObject* owner) {
-    constexpr size_t kLinear = 8;
-    if (cells_.size() <= kLinear) {
-      for (size_t i = 0; i < cells_.size(); ++i)
-        if (cells_[i] == cell) return static_cast<int32_t>(i);
+void Flattener::number(char kind, PyObject* x) {
+  put(kind);
+  PyList_Append(operands, x);
+}
+
+// The position of a cell among the storages this call touches; its value is an operand only once.
+int32_t Flattener::slot(Cell* cell, PyObject* owner) {
+  if (cell->seen_by == serial_) return cell->position;
+  cell->seen_by = serial_;
+  cell->position = static_cast<int32_t>(cells_.size());
+  cells_.push_back(cell);
+  PyObject* value = value_of(cell);
+  PyList_Append(operands, value == nullptr ? Py_None : value);
+  PyList_Append(owners, owner);
+  put('S');
+  if (cell->value == nullptr) {
+    put('u');
+  } else {
+    put(static_cast<char>(cell->dtype));
+    pod<int32_t>(static_cast<int32_t>(cell->shape.size()));
+    key.append(reinterpret_cast<const char*>(cell->shape.data()), cell->shape.size() * sizeof(int64_t));
+  }
+  return cell->position;
+}
+
+void Flattener::tensor(PyObject* object, const at::Tensor& t) {
+  if (!t.defined()) return put('n');
+  if (t.device().type() == kTPU && t.layout() == c10::Layout::Strided) {
+    const int index = t.device().index();
+    if (device < 0) device = index;
+    // The storage must be addressed before the tensor's own fields: its first mention writes into the key.
+    const auto position = slot(cell_of(t.storage().unsafeGetStorageImpl()), object);
+    put('T');
+    pod<int32_t>(position);
+    put(static_cast<char>(t.scalar_type()));
+    put(static_cast<char>(index));
+    put(static_cast<char>((t.is_conj() ? 1 : 0) | (t.is_neg() ? 2 : 0)));
+    const auto sizes = t.sizes();
+    const auto strides = t.strides();
+    pod<int32_t>(static_cast<int32_t>(sizes.size()));
+    for (const auto s : sizes) pod<int64_t>(s);
+    for (const auto s : strides) pod<int64_t>(s);
+    return pod<int64_t>(t.storage_offset());
+  }
+  if (t.device().is_cpu() && t.dim() == 0 && t.layout() == c10::Layout::Strided) {
+    put('W');
+    put(t.unsafeGetTensorImpl()->is_wrapped_number() ? 'w' : 'c');
+    put(static_cast<char>(t.scalar_type()));
+    const at::Scalar s = t.item();
+    PyObject* number = nullptr;
+    if (s.isBoolean()) {
+      number = PyBool_FromLong(s.toBool());
+    } else if (s.isIntegral(false)) {
+      number = PyLong_FromLongLong(s.toLong());
+    } else if (s.isComplex()) {
+      const auto c = s.toComplexDouble();
+      number = PyComplex_FromDoubles(c.real(), c.imag());
     } else {
-      if (index_.empty())
-        for (size_t i = 0; i < cells_.size(); ++i) index_[cells_[i]] = static_cast<int32_t>(i);
-      const auto found = index_.find(cell);
-      if (found != index_.end()) return found->second;
+      number = PyFloat_FromDouble(s.toDouble());
     }
-    const auto n = static_cast<int32_t>(cells_.size());
-    cells_.push_back(cell);
-    if (!index_.empty()) index_[cell] = n;
-    PyObject* value = value_of(cell);
-    PyList_Append(operands, value == nullptr ? Py_None : value);
-    PyList_Append(owners, owner);
-    put('S');
-    if (cell->value == nullptr) {
-      put('u');
-    } else {
-      put(static_cast<char>(cell->dtype));
-      pod<int32_t>(static_cast<int32_t>(cell->shape.size()));
-      for (const auto d : cell->shape) pod<int64_t>(d);
-    }
-    return n;
+    PyList_Append(operands, number);
+    Py_DECREF(number);
+    return;
   }
+  put('X');  // another device or layout: the caller raises, or computes elsewhere
+  put(static_cast<char>(t.device().type()));
+  put(static_cast<char>(t.dim() > 0));
+}
 
-  void tensor(PyObject* object, const at::Tensor& t) {
-    if (!t.defined()) return put('n');
-    if (t.device().type() == kTPU && t.layout() == c10::Layout::Strided) {
-      const int index = t.device().index();
-      if (device < 0) device = index;
-      // The storage must be addressed before the tensor's own fields: its first mention writes into the key.
-      const auto position = slot(cell_of(t.storage().unsafeGetStorageImpl()), object);
-      put('T');
-      pod<int32_t>(position);
-      put(static_cast<char>(t.scalar_type()));
-      put(static_cast<char>(index));
-      put(static_cast<char>((t.is_conj() ? 1 : 0) | (t.is_neg() ? 2 : 0)));
-      const auto sizes = t.sizes();
-      const auto strides = t.strides();
-      pod<int32_t>(static_cast<int32_t>(sizes.size()));
-      for (const auto s : sizes) pod<int64_t>(s);
-      for (const auto s : strides) pod<int64_t>(s);
-      return pod<int64_t>(t.storage_offset());
-    }
-    if (t.device().is_cpu() && t.dim() == 0 && t.layout() == c10::Layout::Strided) {
-      put('W');
-      put(t.unsafeGetTensorImpl()->is_wrapped_number() ? 'w' : 'c');
-      put(static_cast<char>(t.scalar_type()));
-      const at::Scalar s = t.item();
-      PyObject* number = nullptr;
-      if (s.isBoolean()) {
-        number = PyBool_FromLong(s.toBool());
-      } else if (s.isIntegral(false)) {
-        number = PyLong_FromLongLong(s.toLong());
-      } else if (s.isComplex()) {
-        const auto c = s.toComplexDouble();
-        number = PyComplex_FromDoubles(c.real(), c.imag());
-      } else {
-        number = PyFloat_FromDouble(s.toDouble());
-      }
-      PyList_Append(operands, number);
-      Py_DECREF(number);
-      return;
-    }
-    put('X');  // another device or layout: the caller raises, or computes elsewhere
-    put(static_cast<char>(t.device().type()));
-    put(static_cast<char>(t.dim() > 0));
-  }
-};
-
-// flatten(handle, args, kwargs) -> (key, operands, owners, device)
-PyObject* flatten(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK(argc == 3, "flatten takes (handle, args, kwargs)");
-  const auto& signature = g_signatures.at(PyLong_AsSize_t(argv[0]));
-  Flattener f;
-  f.key.reserve(192);
-  const auto n = PyTuple_GET_SIZE(argv[1]);
+void Flattener::call(const Signature& signature, PyObject* args, PyObject* kwargs) {
+  const auto n = PyTuple_GET_SIZE(args);
   for (Py_ssize_t i = 0; i < n; ++i)
-    f.leaf(PyTuple_GET_ITEM(argv[1], i), i < static_cast<Py_ssize_t>(signature.operand.size()) && signature.operand[i]);
+    leaf(PyTuple_GET_ITEM(args, i), i < static_cast<Py_ssize_t>(signature.operand.size()) && signature.operand[i]);
   PyObject *name = nullptr, *value = nullptr;
   Py_ssize_t cursor = 0;
-  while (PyDict_Next(argv[2], &cursor, &name, &value)) {
+  while (kwargs != nullptr && PyDict_Next(kwargs, &cursor, &name, &value)) {
     size_t i = 0;
     while (i < signature.names.size() && signature.names[i] != name &&
            PyUnicode_Compare(signature.names[i], name) != 0)
       ++i;
-    f.put('k');
-    f.put(static_cast<char>(i));
-    f.leaf(value, i < signature.operand.size() && signature.operand[i]);
+    put('k');
+    put(static_cast<char>(i));
+    leaf(value, i < signature.operand.size() && signature.operand[i]);
   }
-  if (f.device < 0) f.device = c10::impl::getDeviceGuardImpl(kTPU)->getDevice().index();
-  f.put(static_cast<char>(f.device));
+  if (device < 0) device = c10::impl::getDeviceGuardImpl(kTPU)->getDevice().index();
+  put(static_cast<char>(device));
   // Settings of the process that change what an operator means.
-  f.put(static_cast<char>(c10::typeMetaToScalarType(c10::get_default_dtype())));
-  f.put(static_cast<char>(at::globalContext().float32MatmulPrecision()));
-  return Py_BuildValue(
-      "(NOOi)", PyBytes_FromStringAndSize(f.key.data(), static_cast<Py_ssize_t>(f.key.size())), f.operands, f.owners, f.device);
-  END_HANDLE_TH_ERRORS
+  put(static_cast<char>(c10::typeMetaToScalarType(c10::get_default_dtype())));
+  put(static_cast<char>(at::globalContext().float32MatmulPrecision()));
 }
 
-// What a result looks like: the tensor's geometry and how its value is folded.
-struct Spec {
-  std::vector<int64_t> sizes, strides, shape;
-  c10::ScalarType dtype;
-  size_t nbytes;
-  PyObject* op;  // the operator's name, or None
-};
+const Spec* spec_of(PyObject* capsule) {
+  const auto* spec = static_cast<const Spec*>(PyCapsule_GetPointer(capsule, "torchtpu.Spec"));
+  if (spec == nullptr) throw py::error_already_set();
+  return spec;
+}
 
 void set_cell(Cell* cell, PyObject* value, std::vector<int64_t> shape, c10::ScalarType dtype) {
   PyObject* old = cell->value;
@@ -279,12 +236,24 @@ at::Tensor make_tensor(const Spec& spec, PyObject* value, c10::DeviceIndex devic
   return result;
 }
 
+namespace {
+
+// flatten(handle, args, kwargs) -> (key, operands, owners, device)
+PyObject* flatten(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(argc == 3, "flatten takes (handle, args, kwargs)");
+  Flattener f;
+  f.call(signature_of(argv[0]), argv[1], argv[2]);
+  return Py_BuildValue(
+      "(NOOi)", PyBytes_FromStringAndSize(f.key.data(), static_cast<Py_ssize_t>(f.key.size())), f.operands, f.owners, f.device);
+  END_HANDLE_TH_ERRORS
+}
+
 // wrap(spec, value, device) -> Tensor
 PyObject* wrap(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(argc == 3, "wrap takes (spec, value, device)");
-  const auto* spec = static_cast<const Spec*>(PyCapsule_GetPointer(argv[0], "torchtpu.Spec"));
-  if (spec == nullptr) throw py::error_already_set();
+  const auto* spec = spec_of(argv[0]);
   return THPVariable_Wrap(make_tensor(*spec, argv[1], static_cast<c10::DeviceIndex>(PyLong_AsLong(argv[2]))));
   END_HANDLE_TH_ERRORS
 }
@@ -293,16 +262,39 @@ PyObject* wrap(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
 PyObject* store(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(argc == 3 && THPVariable_Check(argv[0]), "store takes (tensor, value, spec)");
-  const auto* spec = static_cast<const Spec*>(PyCapsule_GetPointer(argv[2], "torchtpu.Spec"));
-  if (spec == nullptr) throw py::error_already_set();
+  const auto* spec = spec_of(argv[2]);
   const auto& t = THPVariable_Unpack(argv[0]);
   set_cell(cell_of(t.storage().unsafeGetStorageImpl()), argv[1], spec->shape, spec->dtype);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
+// share(self, src) -> whether `self` was given the value of `src`, which needs no copy where both are whole storages of one
+// layout: arrays are immutable.
+PyObject* share(PyObject*, PyObject* const* argv, Py_ssize_t argc) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(argc == 2 && THPVariable_Check(argv[0]) && THPVariable_Check(argv[1]), "share takes two tensors");
+  const auto& self = THPVariable_Unpack(argv[0]);
+  const auto& src = THPVariable_Unpack(argv[1]);
+  const auto whole = [](const at::Tensor& t) {
+    return t.storage_offset() == 0 && t.is_non_overlapping_and_dense() &&
+        static_cast<size_t>(t.numel()) * t.element_size() == t.storage().nbytes();
+  };
+  if (self.device() != src.device() || self.dtype() != src.dtype() || self.sizes() != src.sizes() ||
+      self.strides() != src.strides() || self.is_conj() != src.is_conj() || self.is_neg() != src.is_neg() || !whole(self) ||
+      !whole(src))
+    Py_RETURN_FALSE;
+  auto* from = cell_of(src.storage().unsafeGetStorageImpl());
+  PyObject* value = value_of(from);
+  if (value == nullptr) Py_RETURN_FALSE;
+  set_cell(cell_of(self.storage().unsafeGetStorageImpl()), value, from->shape, from->dtype);
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef g_fast_methods[] = {
     {"flatten", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(flatten)), METH_FASTCALL, nullptr},
+    {"share", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(share)), METH_FASTCALL, nullptr},
     {"store", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(store)), METH_FASTCALL, nullptr},
     {"wrap", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(wrap)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -360,9 +352,6 @@ void bind_dispatch(py::module_& module) {
     return std::make_pair(reinterpret_cast<uintptr_t>(storage), storage->nbytes());
   }, "(identity, bytes) of a tensor's storage, without a Python object for it: that would count as one more owner, and "
      "autograd accumulates in place only where it finds one.");
-  module.def("set_pending_type", [](const py::type& type) {
-    g_pending_type = reinterpret_cast<PyTypeObject*>(py::object(type).release().ptr());
-  }, "Tell which type stands for values that are not computed yet; its attribute `array` is None until they are.");
   module.def("is_wrapped_number", [](const at::Tensor& t) { return t.unsafeGetTensorImpl()->is_wrapped_number(); });
   module.def("reserve_draws", [](const std::optional<at::Generator>& generator, int64_t device, uint64_t count) {
     return reserve_draws(generator, static_cast<c10::DeviceIndex>(device), count);

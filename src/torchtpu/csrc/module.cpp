@@ -10,6 +10,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   at::autocast::set_autocast_dtype(torchtpu::kTPU, at::kBFloat16);
   torchtpu::bind_device(module);
   torchtpu::bind_dispatch(module);
+  torchtpu::bind_kernel(module);
   torchtpu::bind_origin(module);
   torchtpu::bind_process_group(module);
+  torchtpu::bind_record(module);
 }

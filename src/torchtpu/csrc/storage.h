@@ -23,6 +23,8 @@ struct Cell {
   size_t nbytes = 0;           // bytes accounted to the device
   c10::DeviceIndex device = 0;
   uintptr_t address = 0;       // where PyTorch believes the storage to be
+  uint64_t seen_by = 0;        // the latest call that had a tensor of this storage among its arguments,
+  int32_t position = 0;        // and the storage's position among those of that call
   PyObject* op = nullptr;      // of large storages, owned: the operator that made it,
   PyObject* file = nullptr;    // and the user's line that called it
   int line = 0;
@@ -58,6 +60,8 @@ std::pair<uint64_t, uint64_t> reserve_draws(
 
 // Registers the bindings of dispatch.cpp / device.cpp on the extension module.
 void bind_dispatch(pybind11::module_& module);
+void bind_kernel(pybind11::module_& module);
+void bind_record(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 void bind_origin(pybind11::module_& module);
 void bind_process_group(pybind11::module_& module);

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from torchtpu import _C
+from torchtpu.eager import trace
 from torchtpu.eager.arrays import array_of, force, from_host, host_array, make_spec, to_host, wrap_array
 from torchtpu.eager.errors import out_of_memory, translate
 from torchtpu.eager.kernels import make_kernel
@@ -132,21 +133,12 @@ def _share(self: torch.Tensor, src: torch.Tensor) -> bool:
     """Give ``self`` the value of ``src`` where both are whole storages of one layout: arrays are immutable, so no copy
     is needed.
     """
-    if self.dtype is not src.dtype or self.shape != src.shape or self.stride() != src.stride():
+    before = _C.get_value(self)[0] if meshes.active else None
+    if not _C.share(self, src):
         return False
-    if (
-        self.is_conj() != src.is_conj()
-        or self.is_neg() != src.is_neg()
-        or not _covers_storage(self)
-        or not _covers_storage(src)
-    ):
-        return False
-    value, shape, dtype = _C.get_value(src)
-    if value is None:
-        return False
-    if meshes.active:
-        value = meshes.as_stored(value, _C.get_value(self)[0])
-    _C.set_value(self, value, shape, dtype)
+    if meshes.divided(before):
+        value, shape, dtype = _C.get_value(self)
+        _C.set_value(self, meshes.as_stored(value, before), shape, dtype)
     return True
 
 
@@ -159,7 +151,7 @@ def _local_scalar_dense(self: torch.Tensor) -> Any:
         value = np.asarray(array).reshape(-1)[0]
     except Exception as error:
         raise translate(error, _aten._local_scalar_dense.default, self.device.index) from error
-    checks.raise_failed()
+    checks.raise_failed(wait=not trace.is_early(array))
     if self.dtype is torch.bool:
         return bool(value)
     return (

@@ -70,7 +70,7 @@ def make_kernel(op: OpOverload) -> Callable[..., Any]:
     entry = find(short_name(target))
     if entry is not None and entry.dynamic:
         return _Dynamic(op, entry, derived)
-    return Kernel(op, target, derived, entry).function()
+    return Kernel(op, target, derived, entry).calls
 
 
 class Kernel:
@@ -83,7 +83,7 @@ class Kernel:
         self.names = names
         self.handle = _C.register_signature(names, [self.flags[n] for n in names])
         self.random = entry.random if entry is not None else False
-        self.calls: dict[bytes, Callable[..., Any]] = {}
+        self.calls = _C.Kernel(self.handle, self.miss)
         self.programs: dict[Any, Program] = {}
         self.returns = self._returned_arguments()
         base = op._schema.name.removeprefix("aten::")
@@ -105,19 +105,6 @@ class Kernel:
             for r in self.op._schema.returns
         ]
 
-    def function(self) -> Callable[..., Any]:
-        """The registered function: as little as possible before the program is known."""
-        flatten, handle, calls, miss = _C.flatten, self.handle, self.calls, self.miss
-
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            key, operands, owners, device = flatten(handle, args, kwargs)
-            call = calls.get(key)
-            if call is None:
-                return miss(args, kwargs)
-            return call(args, kwargs, operands, owners, device)
-
-        return kernel
-
     def miss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """First call of a signature: check it, build its program, run it."""
         args, kwargs = self._move_indices(args, kwargs)
@@ -135,7 +122,7 @@ class Kernel:
         if self.derived is not None and self.derived.dropped:
             resized |= self._fit_outs(args, kwargs)
         if resized:
-            return self.function()(*args, **kwargs)
+            return self.calls(*args, **kwargs)
         key, operands, owners, device = _C.flatten(self.handle, args, kwargs)
         call = describe(self.op, self.flags, args, kwargs, device)
         if len(call.operands) != len(operands):
@@ -148,22 +135,23 @@ class Kernel:
 
             run = grown(self, call, shape, metas, operands, _tensors(args, kwargs))
             if run is not None:
-                self.calls[key] = run
+                self.calls.add(key, run, getattr(run, "recording", None))
                 return run(args, kwargs, operands, owners, device)
         try:
             program = self._program(call, operands, metas, shape)
         except WrongOutSize as wrong:
             kwargs[wrong.name].resize_(wrong.size)
-            return self.function()(*args, **kwargs)
+            return self.calls(*args, **kwargs)
         except NoLowering:
-            self.calls[key] = lambda a, k, *_: run_on_cpu(self.op, a, k)
+            self.calls.add(key, lambda a, k, *_: run_on_cpu(self.op, a, k), None)
             return run_on_cpu(self.op, args, kwargs)
         except Exception as error:
             # JAX words its complaints about wrong arguments in its own terms: PyTorch's are better known.
             raise_as_cpu(self.op, args, kwargs)
             error.add_note(f"while building the program of {name_of(self.op)} on tpu:{device}")
             raise
-        self.calls[key] = run = self.runner(program, call, program.outputs)
+        run = self.runner(program, call, program.outputs)
+        self.calls.add(key, run, getattr(run, "recording", None))
         return run(args, kwargs, operands, owners, device)
 
     def _move_indices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -191,7 +179,7 @@ class Kernel:
 
         new_args = torch.utils._pytree.tree_map(copied, args)
         new_kwargs = torch.utils._pytree.tree_map(copied, kwargs)
-        return self.function()(*new_args, **new_kwargs)
+        return self.calls(*new_args, **new_kwargs)
 
     def _metas(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Descriptions of the new tensors (None: ask the lowering), and whether an out= tensor was resized to fit."""
@@ -261,6 +249,7 @@ class Kernel:
                     block(name, values, device)
                 return wrap(spec, values[0], device)
 
+            simple.recording = self._recording(program, call, outputs, writes)  # type: ignore[attr-defined]
             return simple
 
         nested = program.nested
@@ -290,7 +279,23 @@ class Kernel:
                     results.append(list(tensors) if is_list else next(tensors))
             return results[0] if len(results) == 1 else tuple(results)
 
+        general.recording = self._recording(program, call, outputs, writes)  # type: ignore[attr-defined]
         return general
+
+    def _recording(
+        self, program: Program, call: Described, outputs: list[Any], writes: list[tuple[int, Any]]
+    ) -> tuple[Any, ...] | None:
+        """What C++ needs to record calls of a signature by itself (``_C.Kernel.add``); None for those that draw random
+        numbers, leave checks behind, or return anything but tensors.
+        """
+        fresh = sum(owner is None for owner in self.returns)
+        plain = not (program.random or program.checks or program.complex or any(program.nested))
+        if not plain or fresh != len(outputs) or any(isinstance(s, Constant) for s in outputs):
+            return None
+        starts = call.starts()
+        returned = [-1 if owner is None else self.names.index(owner) for owner in self.returns]
+        moving = [] if starts is None else starts.tolist()
+        return program, program.recorded, moving, outputs, writes, returned
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from torchtpu import _C
+
 __all__ = ["MODES", "get_mode", "set_eager_mode", "set_mode"]
 
 MODES = ("fused", "strict", "debug")
@@ -30,6 +32,7 @@ blocking = _mode == "debug"
 """True when every operator is waited for; read by the dispatch path."""
 fused = _mode == "fused"
 """True when operators are recorded; read by the dispatch path."""
+_C.set_recording(fused)
 
 
 def get_mode() -> str:
@@ -50,6 +53,7 @@ def set_mode(mode: str) -> None:
 
         trace.flush_all()
     _mode, blocking, fused = mode, mode == "debug", mode == "fused"
+    _C.set_recording(fused)
 
 
 @contextlib.contextmanager

@@ -203,7 +203,8 @@ class Program:
         function: on flat arrays: storage values and numbers (those that are not None), then the starts, then the seed.
         part: the same as a part of a larger program: an operator's is traced once, and called.
         kinds: for each operand, how it is passed: see ``Kind``.
-        only_arrays: whether all operands are arrays.
+        complex: positions of the operands that are complex numbers.
+        recorded: the same for C++ (``_C.record``).
         starts: how many numbers say where slices start.
         random: whether it takes a seed.
         draws: how many draws it takes from the generator.
@@ -243,7 +244,8 @@ class Program:
         self.result_types = list(closed.out_avals)
         self.input_types = [v.aval for v in closed.jaxpr.invars]
         self.kinds = list(_kinds(described, self.input_types))
-        self.only_arrays = all(kind == Kind.ARRAY for kind in self.kinds)
+        self.complex = [i for i, kind in enumerate(self.kinds) if kind == Kind.COMPLEX]
+        self.recorded = _C.make_recorded(self.uid, self.kinds, self.results, self.reads)
         self.shapes = [None if s is None else s.shape for s in described.operands]
         self.describes = [
             f"{s.dtype}{list(s.shape)}".removeprefix("torch.") for s in described.operands if s is not None

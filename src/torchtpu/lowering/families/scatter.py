@@ -137,7 +137,13 @@ def _slices(source: jax.Array, x: jax.Array, at: tuple) -> jax.Array:
 @lowering("index_copy")
 def index_copy(self, dim, index, source):
     x, at = _along(self, dim, index, f"index_copy_(): {OUT_OF_BOUNDS}")
-    return write(x, at, _slices(source, x, at)).reshape(self.shape)
+    slices = _slices(source, x, at)
+    if at[-1].shape == (1,):
+        new = jax.lax.dynamic_update_slice_in_dim(x, slices, at[-1][0], len(at) - 1)
+    else:
+        new = write(x, at, slices)
+    # A cache is written in place and then read: without the barrier, XLA:CPU writes a copy of it again for each reader.
+    return jax.lax.optimization_barrier(new).reshape(self.shape)
 
 
 @lowering("index_fill.int_Scalar", "index_fill.int_Tensor")
