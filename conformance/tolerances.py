@@ -75,7 +75,7 @@ OVERRIDES: tuple[Override, ...] = (
         "the CPU computes uint8 in 16-bit fixed point, as PyTorch's own tests allow for",
     ),
     Override(
-        r"nn\.CTCLoss",
+        r"nn\.CTCLoss|nn\.functional\.ctc_loss",
         (_F32,),
         5e-3,
         1e-4,
@@ -136,8 +136,48 @@ OVERRIDES: tuple[Override, ...] = (
         1e-4,
         5e-3,
         "one sample's reflectors are far from orthogonal (1 - tau |v|^2 reaches 14), and the derivative multiplies by "
-        "them and by their inverses: what a step rounds grows a thousandfold",
+        "them and by their inverses: what a step rounds grows a thousandfold, on the CPU as well",
+        ("forward_grad", "grad"),
+    ),
+    Override(
+        r"nn\.functional\.gaussian_nll_loss",
+        (_F32,),
+        1e-5,
+        2e-4,
+        "a sum of 125 terms that reach 1,000 and cancel: XLA:CPU adds them one after another, the CPU in pairs",
         ("forward_grad",),
+    ),
+    Override(
+        r"nn\.functional\.conv_transpose3d",
+        (_F32,),
+        1e-5,
+        5e-5,
+        "sums of products that reach 200 and cancel, in another order: the CPU is 2e-5 from double precision, we 5e-5",
+        ("forward_grad",),
+    ),
+    Override(
+        r"linalg\.lstsq\.grad_oriented",
+        (_F32,),
+        1e-5,
+        1e-4,
+        "the derivative reaches 170 in a matrix of which others are 1: the CPU is 6e-5 from double precision, we 1e-4",
+        ("forward_grad",),
+    ),
+    Override(
+        r"grid_sampler_3d",
+        (_F32,),
+        1e-5,
+        1e-3,
+        "the gradient of a place sums differences that reach 170: the CPU is 4e-4 from double precision",
+        ("grad",),
+    ),
+    Override(
+        r"linalg\.eig",
+        (_F32,),
+        1e-5,
+        2e-5,
+        "the gradient is divided by differences of eigenvalues",
+        ("grad",),
     ),
 )
 

@@ -57,19 +57,27 @@ def _scores(query, key, mask, is_causal, scale):
     return s
 
 
-def _log_sum_exp(s):
-    """Over the keys; 0, as on the CPU, where nothing may be attended to."""
+def _softmax(s):
+    """(Softmax over the keys, log-sum-exp); both are 0, as on the CPU, where nothing may be attended to."""
     if s.shape[-1] == 0:
-        return jnp.zeros(s.shape[:-1], s.dtype)
+        return s, jnp.zeros(s.shape[:-1], s.dtype)
     top = s.max(-1, keepdims=True)
     none = jnp.isneginf(top)
-    total = jnp.exp(s - jnp.where(none, 0, top)).sum(-1, dtype=s.dtype)
-    return jnp.where(none[..., 0], 0, jnp.log(total) + top[..., 0])
+    powers = jnp.exp(s - jnp.where(none, 0, top))
+    total = powers.sum(-1, dtype=s.dtype, keepdims=True)
+    lse = jnp.where(none, 0, jnp.log(total) + top)
+    return powers / jnp.where(none, 1, total), lse[..., 0]
 
 
-def _probabilities(s, lse):
-    """Softmax from the log-sum-exp; rows without a key are zero, not NaN."""
-    return jnp.exp(s - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])
+def _softmax_again(s, lse, exact):
+    """Softmax from the log-sum-exp; where that is large its last digit is a factor common to a row, which ``exact``
+    takes out.
+    """
+    p = jnp.exp(s - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])
+    if not exact:
+        return p
+    total = p.sum(-1, dtype=p.dtype, keepdims=True)
+    return p / jnp.where(total == 0, 1, total)
 
 
 def _keep(key_data, shape, dropout_p):
@@ -92,8 +100,7 @@ def _unpack(seed):
 def forward(query, key, value, mask, dropout_p, is_causal, scale, key_data=None):
     """(output, log-sum-exp [*batch, heads, L], probabilities after dropout, grouped)."""
     s = _scores(query, key, mask, is_causal, scale)
-    lse = _log_sum_exp(s)
-    p = _probabilities(s, lse)
+    p, lse = _softmax(s)
     if key_data is not None:
         p = p * cast(_keep(key_data, p.shape, dropout_p), p.dtype)
     out = einsum_of_wide("...ngls,...nsd->...ngld", p, value)
@@ -106,9 +113,10 @@ def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_p, is_ca
     shared, _ = _groups(query, key)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     s = _scores(query, key, mask, is_causal, scale)
-    # What the forward pass saved is float32, too coarse for float64.
-    saved = logsumexp.reshape(s.shape[:-1]) if logsumexp.dtype == s.dtype else _log_sum_exp(s)
-    p = _probabilities(s, cast(saved, s.dtype))
+    if logsumexp.dtype == s.dtype:
+        p = _softmax_again(s, logsumexp.reshape(s.shape[:-1]), exact=query.dtype == s.dtype)
+    else:  # what the forward pass saved is float32, too coarse for float64
+        p, _ = _softmax(s)
     grad, q = _by_group(cast(grad_out, query.dtype), shared), _by_group(query, shared)
     dp = einsum("...ngld,...nsd->...ngls", grad, value)
     dropped = p
