@@ -45,6 +45,15 @@ def test_nan_and_infinity(name: str, args: tuple, dtype: torch.dtype) -> None:
     check(getattr(aten, name).default, AWKWARD.to(dtype), *args)
 
 
+@pytest.mark.parametrize("name", ["nansum", "nanmean", "sum", "mean"])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_no_dimensions_mean_all(name: str, keepdim: bool) -> None:
+    x = AWKWARD[:, :1].clone() if name in ("sum", "mean") else AWKWARD[::2]
+    reduce = lambda x: getattr(torch, name)(x, dim=(), keepdim=keepdim)  # noqa: E731
+    for found in (reduce(x.to("tpu")), torch.compile(reduce, fullgraph=True)(x.to("tpu"))):
+        torch.testing.assert_close(found.cpu(), reduce(x))
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,), ()])
 def test_empty_and_scalar(shape: tuple[int, ...]) -> None:
     x = torch.zeros(shape)

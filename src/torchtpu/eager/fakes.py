@@ -53,8 +53,19 @@ def _grouped_mm(
         return self.new_empty(shape, dtype=out_dtype or self.dtype)
 
 
+def _nansum(
+    mode: Any, op: Any, self: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """PyTorch's meta kernel takes no dimensions for none to sum over; its kernels take them for all."""
+    if self.device.type != "tpu" or dim is None or len(dim):
+        return NotImplemented
+    with mode:
+        return op(self, None, keepdim, dtype=dtype)
+
+
 def register_fakes() -> None:
     """Tell fake tensors what operators return where PyTorch's meta kernel knows less than its CPU kernel."""
     from torch._subclasses.fake_impls import register_op_impl
 
     register_op_impl(torch.ops.aten._grouped_mm.default)(_grouped_mm)
+    register_op_impl(torch.ops.aten.nansum.default)(_nansum)

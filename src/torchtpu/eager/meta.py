@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,16 @@ from torchtpu.eager.program import Meta, dense
 __all__ = ["Unknown", "metas_of", "raise_as_cpu", "run_meta"]
 
 
-_WRONG = {"aten::multilabel_margin_loss_forward"}
-"""Operators whose meta kernel gives another shape than the CPU and CUDA kernels."""
+def _without_dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return dim is not None and len(dim) == 0
+
+
+_WRONG: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
+    "aten::multilabel_margin_loss_forward": lambda args, kwargs: True,
+    "aten::nansum": _without_dims,
+}
+"""Operators whose meta kernel gives another shape than the CPU and CUDA kernels, and for which arguments."""
 
 
 class Unknown(Exception):
@@ -32,7 +41,8 @@ def run_meta(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         Unknown: there is no meta kernel, or it refuses what the CPU accepts.
         Exception: what PyTorch raises for wrong arguments: the same error as on any device.
     """
-    if op._schema.name in _WRONG:
+    wrong = _WRONG.get(op._schema.name)
+    if wrong is not None and wrong(args, kwargs):
         raise Unknown(op._schema.name)
     stand_ins: dict[int, torch.Tensor] = {}
 
