@@ -444,3 +444,13 @@ def test_least_squares_has_residuals_of_full_rank_only(driver, full):
     expected = torch.linalg.lstsq(a, b, driver=driver)
     found = torch.linalg.lstsq(a.to("tpu"), b.to("tpu"), driver=driver)
     torch.testing.assert_close([t.cpu() for t in found], list(expected))
+
+
+@pytest.mark.parametrize("message", [(), ("three must be less than three",)])
+def test_asserted_values_raise_when_the_device_is_waited_for(message):
+    x = torch.arange(3, device="tpu")
+    torch._assert_async((x < 3).all(), *message)
+    torch.tpu.synchronize()
+    with pytest.raises(RuntimeError, match=message[0] if message else "Expected Tensor with single nonzero value"):
+        torch._assert_async((x < 2).all(), *message)
+        torch.tpu.synchronize()

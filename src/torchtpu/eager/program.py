@@ -381,7 +381,8 @@ def trace_function(
                 kwargs[asked] = dtype
         with tracing(trace):
             result = apply(target, args, kwargs)
-        results = list(result) if len(target._schema.returns) > 1 else [result]
+        returns = len(target._schema.returns)
+        results = list(result) if returns > 1 else [result] if returns else []
         fresh = results if derived is None else results[: derived.first_write]
         notes["nested"] = [isinstance(r, tuple | list) for r in fresh]
         flat = tree_leaves(fresh)

@@ -262,8 +262,8 @@ def fft_c2r(self, *, dim, last_dim_size):
     return jnp.fft.irfftn(self, s=sizes, axes=tuple(dim), norm="forward")
 
 
-@lowering("_assert_async.msg")
-def assert_async(self, assert_msg):
+@lowering("_assert_async", "_assert_async.msg")
+def assert_async(self, assert_msg="Expected Tensor with single nonzero value, but got zero"):
     holds = self.reshape(()).astype(bool)
     check(~holds, holds, assert_msg.replace("{", "{{").replace("}", "}}"))
 
