@@ -16,7 +16,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from conformance.case import Case
 from conformance.compare import Tolerance, tolerances
 from conformance.suites import Suite
-from conformance.suites.operators import _inputs, call, cotangent, entries, full_name, samples, short
+from conformance.suites.operators import (
+    SAVES_STATISTICS,
+    _inputs,
+    call,
+    cotangent,
+    entries,
+    full_name,
+    sample_is_random,
+    samples,
+    short,
+)
 from conformance.tolerances import is_random
 from conformance.transfer import DEVICE
 
@@ -220,9 +230,12 @@ def _func_cases(entry: str, dtype: str) -> tuple[Cases, Tolerance]:
             if not isinstance(sample.input, torch.Tensor):
                 continue
             stacked = (torch.stack([sample.input, sample.input * 0.5]), tuple(sample.args), dict(sample.kwargs))
-            yield Case(f"vmap, {label}", batched, stacked)
-            yield Case(f"grad, {label}", gradient, _inputs(sample))
-            yield Case(f"jvp, {label}", forward, _inputs(sample))
+            exact = not sample_is_random(info, sample)
+            first = info.name in SAVES_STATISTICS  # see essence()
+            one, of_each = (lambda r: r[0], lambda r: [x[0] for x in r]) if first else (None, None)
+            yield Case(f"vmap, {label}", batched, stacked, exact, process=one)
+            yield Case(f"grad, {label}", gradient, _inputs(sample), exact)
+            yield Case(f"jvp, {label}", forward, _inputs(sample), exact, process=of_each)
 
     return cases(), tolerances(info, entry)
 

@@ -67,12 +67,16 @@ def _leaves(sample: Any) -> tuple[Any, ...]:
     return copied(_inputs(sample))
 
 
-def _sample_is_random(info: Any, sample: Any) -> bool:
+def sample_is_random(info: Any, sample: Any) -> bool:
     """Random entries, and attention that drops out; the database seeds those inside the call, so they look constant."""
     dropout = sample.kwargs.get("dropout_p") or (
         sample.kwargs.get("training") and any(isinstance(a, float) and a > 0 for a in sample.args)
     )
     return is_random(info.name) or bool(dropout) or info.has_nondeterministic_output
+
+
+SAVES_STATISTICS = ("native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+"""Entries that return statistics beside their result."""
 
 
 def essence(info: Any, sample: Any) -> Callable[[Any], Any]:
@@ -90,7 +94,7 @@ def essence(info: Any, sample: Any) -> Callable[[Any], Any]:
     if info.name == "argsort" and not sample.kwargs.get("stable"):
         dim = sample.kwargs.get("dim", sample.args[0] if sample.args else -1)
         return lambda index: sample.input.to(index.device).gather(dim, index) if index.dim() else index
-    if info.name in ("native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"):
+    if info.name in SAVES_STATISTICS:
         # The saved statistics are for the backward pass of the same device. The CPU keeps them in low precision and
         # leaves them out in evaluation; the meta kernel, which decides ours, does neither.
         return lambda result: result[0]
@@ -114,7 +118,7 @@ def call(function: Callable[..., Any], info: Any) -> Callable[..., Any]:
 def _forward(info: Any, dtype: torch.dtype) -> Cases:
     run = call(info.op, info)
     for label, sample in samples(info, dtype):
-        random = _sample_is_random(info, sample)
+        random = sample_is_random(info, sample)
         repeat = random and "empty" not in info.name and "resize" not in info.name
         process = essence(info, sample)
         yield Case(label, run, _inputs(sample), exact=not random, repeat=repeat, process=process)
@@ -123,7 +127,7 @@ def _forward(info: Any, dtype: torch.dtype) -> Cases:
 def _noncontiguous(info: Any, dtype: torch.dtype) -> Cases:
     run = call(info.op, info)
     for label, sample in samples(info, dtype):
-        random = _sample_is_random(info, sample)
+        random = sample_is_random(info, sample)
         process = essence(info, sample)
         tensor = isinstance(sample.input, torch.Tensor)
         if tensor or isinstance(sample.input, list | tuple):
@@ -143,7 +147,7 @@ def _out(info: Any, dtype: torch.dtype) -> Cases:
     """Each sample with outs of the right size, transposed in memory, of a wrong size, and of a wrong dtype."""
     op = info.op
     for label, sample in samples(info, dtype):
-        random = _sample_is_random(info, sample)
+        random = sample_is_random(info, sample)
         with torch.no_grad():
             torch.manual_seed(0)
             try:
@@ -214,7 +218,7 @@ def _inplace(info: Any, dtype: torch.dtype) -> Cases:
             or sample.input.layout is not torch.strided
         ):
             continue
-        random = _sample_is_random(info, sample)
+        random = sample_is_random(info, sample)
         rest = (tuple(sample.args), dict(sample.kwargs))
         yield Case(label, run, (sample.input.clone(), *rest), not random, must_raise=True)
         if sample.input.dim():
@@ -257,7 +261,7 @@ def _grad(info: Any, dtype: torch.dtype) -> Cases:
             grads = [cotangent(o, n) for n, o in enumerate(outs)]
             return torch.autograd.grad(outs, leaves, grads, allow_unused=True)
 
-        yield Case(label, run, _leaves(sample), exact=not _sample_is_random(info, sample))
+        yield Case(label, run, _leaves(sample), exact=not sample_is_random(info, sample))
 
 
 def _forward_grad(info: Any, dtype: torch.dtype) -> Cases:
@@ -274,7 +278,7 @@ def _forward_grad(info: Any, dtype: torch.dtype) -> Cases:
                 out = function(*tree_map(dual, (input, args, kwargs)))
                 return [fwAD.unpack_dual(t).tangent for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
 
-        yield Case(label, run, _leaves(sample), exact=not _sample_is_random(info, sample))
+        yield Case(label, run, _leaves(sample), exact=not sample_is_random(info, sample))
 
 
 def _errors(info: Any, dtype: torch.dtype) -> Cases:
