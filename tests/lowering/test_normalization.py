@@ -156,3 +156,14 @@ def test_batch_norm_updates_keep_the_dtype_of_the_buffers() -> None:
 def test_eps_is_an_operand() -> None:
     entry = find("native_layer_norm.default")
     assert entry is not None and not entry.static
+
+
+def test_synchronised_batch_norm_keeps_the_layout_of_its_input() -> None:
+    x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    mean, scale = x.mean((0, 2, 3)), torch.rsqrt(x.var((0, 2, 3), correction=0) + 1e-5)
+    weight, bias = torch.randn(3), torch.randn(3)
+    moved = [t.to("tpu") for t in (x, weight, bias, mean, scale)]
+    y = torch.batch_norm_elemt(*moved, 1e-5)
+    expected = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
+    torch.testing.assert_close(y.cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert y.stride() == x.stride()

@@ -18,11 +18,21 @@ def _broadcast(self: torch.Tensor, other: torch.Tensor, generator: Any = None) -
     return self.new_empty(torch.broadcast_shapes(self.shape, other.shape))
 
 
+def _laid_out_as_first(self: torch.Tensor, *others: Any) -> torch.Tensor:
+    return torch.empty_like(self)
+
+
+def _laid_out_as_second(grad_out: torch.Tensor, self: torch.Tensor, *others: Any) -> torch.Tensor:
+    return torch.empty_like(self)
+
+
 META_KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "binomial": _broadcast,
     "_sample_dirichlet": _like_first,
     "_dirichlet_grad": _like_first,
     "_standard_gamma_grad": _like_first,
+    "batch_norm_elemt": _laid_out_as_first,
+    "batch_norm_backward_elemt": _laid_out_as_second,
 }
 """Meta kernels by overload."""
 
