@@ -299,6 +299,7 @@ class PaddedProgram:
         def call(
             operands: list[Any], changing: list[Any], inputs: Sequence[Any], sizes: _Sizes, device: int
         ) -> list[Any]:
+            plain = sizes.read, [operands[i] for i in numbers]
             for i in numbers:
                 operands[i] = number_operand(operands[i], device)
             if starts is not None:
@@ -307,7 +308,10 @@ class PaddedProgram:
                 operands.append(seed_words(reserve_seed(None, device, draws)))
             try:
                 counts = [number_operand(n, device) for n in sizes.read]
+                enqueued = meshes.enqueues(placement, f"{self.name} {sizes.rounded}", self.name, repr(plain).encode())
                 values = run(changing, everywhere(counts), *everywhere(operands))
+                if enqueued is not None:
+                    enqueued(values)
             except Exception as error:
                 raise translate(error, self.name, device) from error
             if values:
@@ -442,7 +446,7 @@ def padded_flat(value: Any, total: int, device: int) -> Any:
     known = _padding.of(value)
     if total not in known:
         whole = np.zeros(total, value.dtype)
-        whole[: value.size] = np.asarray(value).reshape(-1)
+        whole[: value.size] = np.asarray(meshes.readable(value)).reshape(-1)
         known[total] = _put(whole, device)
     return known[total]
 
@@ -453,7 +457,7 @@ def _put(host: np.ndarray, device: int) -> jax.Array:
 
 
 def _padded_on_host(value: jax.Array, t: torch.Tensor, order: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
-    flat = np.asarray(value).reshape(-1)[t.storage_offset() :]
+    flat = np.asarray(meshes.readable(value)).reshape(-1)[t.storage_offset() :]
     strides = [s * flat.itemsize for s in t.stride()]
     elements = np.lib.stride_tricks.as_strided(flat, tuple(t.shape), strides, writeable=False).transpose(order)
     elements = elements.conj() if t.is_conj() else elements

@@ -53,6 +53,7 @@ def launcher(program: Program, described: Described) -> Callable[..., list[Any]]
         seed = reserve_seed(find_generator(args, kwargs), device, draws) if random else None
         if modes.fused:
             return record(program, operands, moving_list, seed, device)
+        plain = repr((seed, moving_list, [operands[i] for i in numbers])).encode() if meshes.active else b""
         for i in numbers:
             operands[i] = number_operand(operands[i], device)
         if moving is not None:
@@ -69,7 +70,10 @@ def launcher(program: Program, described: Described) -> Callable[..., list[Any]]
             operands = placement.spread(operands)
             run = program.compiled_on(placement, operands)
         try:
+            enqueued = meshes.enqueues(placement, program.digest, name, plain)
             values = run(*operands)
+            if enqueued is not None:
+                enqueued(values)
         except Exception as error:
             raise translate(error, name, device) from error
         if values:

@@ -112,7 +112,11 @@ def flush(device: int, waiting: Pending | None = None) -> None:
             placement = meshes.placement(trace.arrays, [p.mesh for p in trace.programs]) if meshes.active else None
             plan = _cache.find(trace, placement, wanted, free, -1 if waiting is None else waiting.index)
             memory.note(device, _C.allocated_bytes(device) + plan.more_bytes)
+            numbers = b"".join(trace.numbers()) if meshes.active else b""
+            enqueued = meshes.enqueues(placement, plan.variant.digest, f"{len(trace.programs)} operators", numbers)
             values = plan.variant.run(trace)
+            if enqueued is not None:
+                enqueued(values)
         except Exception as error:
             _C.end_trace(device)
             failed = translate(error, f"a program of {len(trace.programs)} operators", device)

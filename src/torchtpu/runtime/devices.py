@@ -243,6 +243,19 @@ def device(index: int = 0) -> Any:
     return _state.devices[index]
 
 
+def own() -> list[Any]:
+    """The JAX devices of this process, each once; starts the runtime."""
+    device(0)
+    return list(dict.fromkeys(_state.devices))
+
+
+def everywhere() -> list[Any]:
+    """The JAX devices of all processes that have joined one runtime, in the order of their ranks; starts the runtime."""
+    import jax
+
+    return sorted(jax.devices(platform()), key=lambda d: d.process_index)
+
+
 def platform() -> str:
     """ "tpu" or "cpu": what the device runs on; starts the runtime."""
     device(0)
