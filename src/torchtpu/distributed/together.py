@@ -3,13 +3,12 @@
 XLA asks of such processes that each enqueues the same programs in the same order; one that does not leaves the others
 waiting inside the runtime. So each process keeps a running digest of the programs it has enqueued and of the numbers it
 gave them. The digests are compared where the processes meet: before a program runs for the first time, and before a
-value that is divided over them is read. Between two meetings nothing is sent; the watch looks at programs that do not
-finish.
+value that is divided over them is read. Between two meetings nothing is waited for: once a second the watch compares
+what its neighbour has published, and it looks at programs that do not finish.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
 import json
@@ -32,9 +31,12 @@ __all__ = ["Together", "together"]
 
 _KEPT = 16
 """Programs of the past that a process publishes, so that the first one that differs can be named."""
+_MILESTONE = 64
+"""Every so many programs one is kept for longer: digests are running ones, so any later one tells that two differ."""
 _NOTICE = 30.0
 """Seconds of waiting at a meeting before it is said on standard error for whom."""
-_LOOK = datetime.timedelta(seconds=1)
+_LOOK = 1.0
+"""Seconds between two looks at who is missing."""
 
 
 def timeout() -> float:
@@ -79,7 +81,9 @@ class Together:
         self._number = 0
         self._programs, self._numbers = b"", b""
         self._met: set[str] = set()
+        self.latest: Call | None = None
         self._past: deque[tuple[int, str, str]] = deque(maxlen=_KEPT)
+        self._milestones: deque[tuple[int, str, str]] = deque(maxlen=_KEPT // 2)
         self.pending = _Programs(self)
         self.watch.pending.add(self.pending)
 
@@ -89,6 +93,11 @@ class Together:
         found = create.current_watch()
         assert found is not None  # who joins the JAX runtime starts it
         return found
+
+    def _raise_broken(self) -> None:
+        if self.broken is not None:
+            self.pending.heard = True
+            raise self.broken
 
     # ---- programs ---------------------------------------------------------------------------------------------------
 
@@ -107,14 +116,16 @@ class Together:
             MismatchError: another process runs another program in its place.
             CollectiveTimeout: another process did not come.
         """
-        if self.broken is not None:
-            raise self.broken
+        self._raise_broken()
         line = user_line(sys._getframe(1))
         self._programs = hashlib.sha256(self._programs + digest.encode()).digest()
         self._numbers = hashlib.sha256(self._numbers + numbers).digest()
         call = Call("all processes", self._number, text, line, kind="program")
-        self._past.append((self._number, (self._programs + self._numbers).hex(), call.describe()))
-        self._number += 1
+        kept = self._number, (self._programs + self._numbers).hex()[::4], call.describe()
+        self._past.append(kept)
+        if self._number % _MILESTONE == 0:
+            self._milestones.append(kept)
+        self._number, self.latest = self._number + 1, call
         if digest not in self._met:
             self.meet(f"the first run of {text}", line)
             self._met.add(digest)
@@ -127,7 +138,7 @@ class Together:
 
     def past(self) -> list[tuple[int, str, str]]:
         """The latest programs: number, running digest and description."""
-        return list(self._past)
+        return sorted({*self._milestones, *self._past})
 
     # ---- meetings ---------------------------------------------------------------------------------------------------
 
@@ -144,8 +155,7 @@ class Together:
             CollectiveTimeout: a process did not come in time.
             CollectiveError: a process has ended.
         """
-        if self.broken is not None:
-            raise self.broken
+        self._raise_broken()
         line = line or user_line(sys._getframe(1))
         try:
             self._meet(what, line, digest)
@@ -177,24 +187,26 @@ class Together:
             store.delete_key(f"{n - 1}/{self.rank}")
 
     def _wait(self, n: int, what: str, line: str) -> None:
-        start, told = time.monotonic(), False
-        while True:
-            try:
-                self.store.wait([f"{n}/all"], _LOOK)
-                return
-            except dist.DistStoreError:
-                missing = [r for r in self.ranks if not self.store.check([f"{n}/{r}"])]
+        start, told, pause, look = time.monotonic(), False, 1e-4, _LOOK
+        while not self.store.check([f"{n}/all"]):  # a wait that runs out of time prints warnings
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.02)
+            waited = time.monotonic() - start
+            if waited < min(look, self.seconds):
+                continue
+            look = waited + _LOOK
+            missing = [r for r in self.ranks if not self.store.check([f"{n}/{r}"])]
             if self.store.check([f"{n}/all"]):
                 return
-            waited = time.monotonic() - start
             gone = [r for r in missing if self.watch.gone(r)]
             if gone or waited > self.seconds:
                 names = ", ".join(map(str, gone or missing))
-                kind, why = (CollectiveError, "has ended") if gone else (CollectiveTimeout, "did not come")
+                late = f"did not come within {waited:.0f} s (TORCHTPU_SPMD_TIMEOUT={self.seconds:g})"
+                kind, why = (CollectiveError, "has ended") if gone else (CollectiveTimeout, late)
                 raise kind(
                     f"{what}, at {line}, is done by all {self.size} processes of the mesh together, and rank {names} "
-                    f"{why} within {waited:.0f} s (TORCHTPU_SPMD_TIMEOUT={self.seconds:g}). Every process has to run "
-                    f"this line; only what follows may differ.\nThe other ranks:\n{self.watch.report(self.ranks)}"
+                    f"{why}. Every process has to run this line; only what follows may differ.\n"
+                    f"The other ranks:\n{self.watch.report(self.ranks)}"
                 )
             if missing and waited > _NOTICE and not told:
                 told = True
@@ -211,7 +223,10 @@ class Together:
         if different[0]:
             text = "the processes of a mesh must do the same in the same order, and they are about to do"
         elif different[1]:
-            text = "the processes of a mesh must be given the same values, and got others: was every one seeded alike?"
+            text = (
+                "the processes of a mesh were given different values: a model that is built on the CPU needs the same "
+                "torch.manual_seed, or the same checkpoint, in every process"
+            )
         elif different[2]:
             text = "the processes of a mesh have enqueued different programs"
         else:
@@ -223,7 +238,7 @@ class Together:
 
     def parted(self, states: dict[int, dict[str, Any]]) -> list[str]:
         """The first program in which another process differs, a line for each process; none where none is known to."""
-        mine = {n: (digest, text) for n, digest, text in self._past}
+        mine = {n: (digest, text) for n, digest, text in self.past()}
         first, told = sys.maxsize, {}
         for rank, state in states.items():
             for n, digest, text in state.get("programs", []):
@@ -275,11 +290,22 @@ class _Programs(Pending):
     def past(self) -> list[tuple[int, str, str]]:
         return self._owner.past()
 
+    def look(self, watch: Watch) -> None:
+        """As ``Pending.look``; what the next rank has published is compared too, in case programs that differ finish."""
+        super().look(watch)
+        owner = self._owner
+        if self.error is None and owner.latest is not None:
+            problem = self._parted(watch, [(owner.rank + 1) % owner.size])
+            if problem is not None:
+                self._fail(problem, owner.latest)
+
+    def _parted(self, watch: Watch, ranks: Sequence[int]) -> Exception | None:
+        parted = self._owner.parted(watch.read(ranks))
+        text = "the processes of a mesh enqueued different programs, or gave them different numbers or random seeds:\n"
+        return MismatchError(text + "\n".join(parted)) if parted else None
+
     def _compare(self, call: Call, watch: Watch) -> Exception | None:
-        parted = self._owner.parted(watch.read(self.ranks))
-        if parted:
-            return MismatchError("the processes of a mesh have enqueued different programs:\n" + "\n".join(parted))
-        return super()._compare(call, watch)
+        return self._parted(watch, self.ranks) or super()._compare(call, watch)
 
     def _explained(self, problem: Exception, call: Call) -> Exception:
         owner = self._owner
