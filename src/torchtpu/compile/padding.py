@@ -308,7 +308,8 @@ class PaddedProgram:
                 operands.append(seed_words(reserve_seed(None, device, draws)))
             try:
                 counts = [number_operand(n, device) for n in sizes.read]
-                enqueued = meshes.enqueues(placement, f"{self.name} {sizes.rounded}", self.name, repr(plain).encode())
+                kind = f"{self.name} {sizes.rounded}"
+                enqueued = meshes.enqueues(placement, kind, self.name, lambda: repr(plain).encode())
                 values = run(changing, everywhere(counts), *everywhere(operands))
                 if enqueued is not None:
                     enqueued(values)

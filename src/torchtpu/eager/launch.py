@@ -53,7 +53,7 @@ def launcher(program: Program, described: Described) -> Callable[..., list[Any]]
         seed = reserve_seed(find_generator(args, kwargs), device, draws) if random else None
         if modes.fused:
             return record(program, operands, moving_list, seed, device)
-        plain = repr((seed, moving_list, [operands[i] for i in numbers])).encode() if meshes.active else b""
+        plain = [operands[i] for i in numbers]
         for i in numbers:
             operands[i] = number_operand(operands[i], device)
         if moving is not None:
@@ -70,7 +70,7 @@ def launcher(program: Program, described: Described) -> Callable[..., list[Any]]
             operands = placement.spread(operands)
             run = program.compiled_on(placement, operands)
         try:
-            enqueued = meshes.enqueues(placement, program.digest, name, plain)
+            enqueued = meshes.enqueues(placement, program.digest, name, lambda: repr((seed, moving_list, plain)).encode())
             values = run(*operands)
             if enqueued is not None:
                 enqueued(values)

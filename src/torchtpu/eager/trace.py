@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,8 +112,7 @@ def flush(device: int, waiting: Pending | None = None) -> None:
             placement = meshes.placement(trace.arrays, [p.mesh for p in trace.programs]) if meshes.active else None
             plan = _cache.find(trace, placement, wanted, free, -1 if waiting is None else waiting.index)
             memory.note(device, _C.allocated_bytes(device) + plan.more_bytes)
-            numbers = b"".join(trace.numbers()) if meshes.active else b""
-            enqueued = meshes.enqueues(placement, plan.variant.digest, f"{len(trace.programs)} operators", numbers)
+            enqueued = None if placement is None else _enqueues(trace, placement, plan.variant.digest)
             values = plan.variant.run(trace)
             if enqueued is not None:
                 enqueued(values)
@@ -129,6 +128,13 @@ def flush(device: int, waiting: Pending | None = None) -> None:
         _C.settle(live, values, plan.positions)
         _early = weakref.ref(waiting.array) if waiting is not None and plan.variant.first else None
         devices.note(device, live[-1].array)
+
+
+def _enqueues(trace: Trace, placement: meshes.Placement, digest: str) -> Callable[[Sequence[Any]], None] | None:
+    """As ``meshes.enqueues``."""
+    first, last = trace.programs[0].name, trace.programs[-1].name
+    name = f"{len(trace.programs)} operators, {first} to {last}" if len(trace.programs) > 1 else first
+    return meshes.enqueues(placement, digest, name, lambda: b"".join(trace.numbers()))
 
 
 def flush_all() -> None:

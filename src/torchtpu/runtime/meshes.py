@@ -243,21 +243,23 @@ def meet(what: str, digest: str) -> None:
     _all.meet(what, digest=digest)
 
 
-def enqueues(where: Placement | None, digest: str, name: str, numbers: bytes) -> Callable[[Sequence[Any]], None] | None:
+def enqueues(
+    where: Placement | None, digest: str, name: str, numbers: Callable[[], bytes]
+) -> Callable[[Sequence[Any]], None] | None:
     """Say that a program is about to be enqueued, where all processes must do so.
 
     Args:
         where: where it runs.
         digest: what it computes, the same in every process.
         name: what it is, in words.
-        numbers: its operands that are no arrays.
+        numbers: gives its operands that are no arrays.
 
     Returns:
         What to give its results when it has been enqueued; None where no other process takes part.
     """
     if where is None or _all is None or not spans(where.mesh):
         return None
-    enqueued: Callable[[Sequence[Any]], None] = _all.program(f"{digest} {where.text}", name, numbers)
+    enqueued: Callable[[Sequence[Any]], None] = _all.program(f"{digest} {where.text}", name, numbers())
     return enqueued
 
 
