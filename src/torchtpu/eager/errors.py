@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from torchtpu import _C
+from torchtpu.runtime import meshes
 
 __all__ = ["translate"]
 
@@ -65,4 +66,4 @@ def translate(error: Exception, op: OpOverload | str, device: int) -> Exception:
         return error
     if torch.distributed.is_available() and isinstance(error, torch.distributed.DistBackendError):
         return error  # what other processes did; it names the line
-    return RuntimeError(f"{op} failed on tpu:{device}: {text}")
+    return RuntimeError(f"{op} failed on tpu:{device}: {text}{meshes.others(error)}")

@@ -12,7 +12,6 @@ by all of them together.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import weakref
@@ -53,6 +52,7 @@ _all: Any = None
 """``distributed.together.Together`` once a mesh spans processes."""
 _meshes: list[Mesh] = []
 _numbers: dict[Any, int] = {}
+_texts: dict[tuple[int, ...], str] = {}
 _copies: dict[tuple[int, int], tuple[weakref.ref[Any], jax.Array]] = {}
 
 
@@ -70,7 +70,7 @@ def make(sizes: Mapping[str, int]) -> Mesh:
     wanted = math.prod(sizes.values())
     found = devices.own()
     if wanted > len(found):
-        everywhere = devices.everywhere()
+        everywhere = devices.everywhere() if devices.may_share() else found
         if wanted != len(everywhere):
             raise RuntimeError(_too_few(sizes, wanted, len(found), len(everywhere)))
         found = everywhere
@@ -213,6 +213,13 @@ def _same_value(x: jax.Array) -> jax.Array:
     return x
 
 
+def may_grow(where: Placement | None) -> bool:
+    """Whether operators may be learnt from a program's sizes to grow: of processes that may have a mesh in common, only
+    from programs that all of them run. Otherwise they would record different programs later.
+    """
+    return (where is not None and spans(where.mesh)) or not devices.may_share()
+
+
 def readable(array: jax.Array) -> jax.Array:
     """An array of the same elements that this process can read.
 
@@ -236,6 +243,13 @@ def local(array: jax.Array) -> jax.Array:
     if not spans(array.sharding):
         return jax.device_put(array, devices.device(0))
     return readable(array).addressable_data(0)
+
+
+def others(error: Exception) -> str:
+    """What the other processes of a mesh were doing, to be added to an error of XLA: one of them may have ended."""
+    if _all is None or not isinstance(error, jax.errors.JaxRuntimeError):
+        return ""
+    return f"\nThe other ranks:\n{_all.watch.report(_all.ranks, broken=True)}"
 
 
 def meet(what: str, digest: str) -> None:
@@ -295,13 +309,19 @@ class Placement:
     key: tuple[int, ...]
     lies: tuple[Sharding | None, ...]
 
-    @functools.cached_property
+    @property
     def text(self) -> str:
         """Where its operands lie, the same in every process."""
+        found = _texts.get(self.key)
+        if found is None:
+            found = _texts[self.key] = self._text()
+        return found
+
+    def _text(self) -> str:
         lies = [None if where is None else (dict(self.mesh.shape), normal(where)[1:]) for where in self.lies]
         return hashlib.sha256(repr((dict(self.mesh.shape), lies)).encode()).hexdigest()
 
-    @functools.cached_property
+    @property
     def everywhere(self) -> Sharding | None:
         """Whole on all devices, where these are of several processes."""
         return NamedSharding(self.mesh, PartitionSpec()) if spans(self.mesh) else None
