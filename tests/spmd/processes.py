@@ -221,6 +221,33 @@ def check_sizes_of_meshes() -> None:
         spmd.shard(build(), "tp=3")
 
 
+def check_no_mesh() -> None:
+    with raises(RuntimeError, "start one process on each host (torchrun --nproc-per-node 1)"):
+        spmd.shard(build(), "fsdp=2")
+
+
+def check_checkpoint() -> None:
+    """What a process group's checkpoints need: whole values on the CPU, on each process."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    dist.init_process_group("tpu")
+    model = spmd.shard(build(), "fsdp=4")
+    train(model, 2)
+    folder = os.environ["JOB_FOLDER"]
+    dcp.save({k: v.cpu() for k, v in model.state_dict().items()}, checkpoint_id=f"{folder}/dcp")
+    other = spmd.shard(build(), "fsdp=2,tp=2")
+    into = {k: torch.empty(v.shape, dtype=v.dtype) for k, v in other.state_dict().items()}
+    dcp.load(into, checkpoint_id=f"{folder}/dcp")
+    other.load_state_dict(into)
+    same(other, model)
+    torch.save(model.state_dict(), f"{folder}/model.pt" if RANK == 0 else os.devnull)
+    dist.barrier()
+    plain = build()
+    plain.load_state_dict(torch.load(f"{folder}/model.pt", map_location="cpu"))
+    same(model, plain)
+
+
 # ---- with transformers ---------------------------------------------------------------------------------------------
 
 
@@ -250,8 +277,8 @@ def check_experts() -> None:
 def check_lone_reader() -> None:
     model = spmd.shard(build(), "fsdp=4")
     if RANK == 0:
-        model.up_proj.weight.cpu()
-    time.sleep(10)
+        model.up_proj.weight.cpu()  # alone
+    time.sleep(9)
 
 
 def check_other_values() -> None:
