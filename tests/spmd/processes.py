@@ -221,11 +221,6 @@ def check_sizes_of_meshes() -> None:
         spmd.shard(build(), "tp=3")
 
 
-def check_no_mesh() -> None:
-    with raises(RuntimeError, "start one process on each host (torchrun --nproc-per-node 1)"):
-        spmd.shard(build(), "fsdp=2")
-
-
 def check_checkpoint() -> None:
     """What a process group's checkpoints need: whole values on the CPU, on each process."""
     import torch.distributed as dist
@@ -258,9 +253,7 @@ def check_generate() -> None:
     for model in (llama(1).to("tpu"), spmd.shard(llama(1), "fsdp=2,tp=2")):
         prompt = torch.arange(2 * 5).reshape(2, 5).to("tpu")
         with torch.no_grad():
-            made = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False
-            )
+            made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
         found.append(made.tolist())
     assert found[0] == found[1], found
 

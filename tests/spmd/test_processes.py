@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from launcher import finish, free_port, start
 
+from torchtpu.runtime import meshes
+
 PROGRAM = Path(__file__).parent / "processes.py"
 WORKS = (
     "training",
@@ -69,6 +71,9 @@ def test_processes_that_differ(tmp_path: Path) -> None:
             assert "rank 0: " in process[check] and "rank 1: " in process[check]
 
 
-def test_one_device_in_each_of_several_processes_of_a_host(tmp_path: Path) -> None:
-    for process in run(tmp_path, "no_mesh", LOCAL_WORLD_SIZE="2"):
-        assert process["no_mesh"] == ""
+def test_one_device_in_each_of_several_processes_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r"start one process on each host \(torchrun --nproc-per-node 1\)"):
+        meshes.make({"fsdp": 64})

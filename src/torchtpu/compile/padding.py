@@ -308,11 +308,12 @@ class PaddedProgram:
                 operands.append(seed_words(reserve_seed(None, device, draws)))
             try:
                 counts = [number_operand(n, device) for n in sizes.read]
-                kind = f"{self.name} {sizes.rounded}"
-                enqueued = meshes.enqueues(placement, kind, self.name, lambda: repr(plain).encode())
-                values = run(changing, everywhere(counts), *everywhere(operands))
-                if enqueued is not None:
-                    enqueued(values)
+                enqueue = lambda: run(changing, everywhere(counts), *everywhere(operands))  # noqa: E731
+                if placement is None:
+                    values = enqueue()
+                else:
+                    kind, given = f"{self.name} {sizes.rounded}", lambda: repr(plain).encode()
+                    values = meshes.enqueue(placement, kind, self.name, given, enqueue)
             except Exception as error:
                 raise translate(error, self.name, device) from error
             if values:

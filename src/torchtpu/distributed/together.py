@@ -101,16 +101,17 @@ class Together:
 
     # ---- programs ---------------------------------------------------------------------------------------------------
 
-    def program(self, digest: str, text: str, numbers: bytes) -> Callable[[Sequence[Any]], None]:
-        """A program is about to be enqueued; it has been compiled.
+    def enqueue(self, digest: str, text: str, numbers: bytes, run: Callable[[], list[Any]]) -> list[Any]:
+        """Enqueue a program that has been compiled.
 
         Args:
             digest: what it computes, from what and to what, the same in every process.
             text: what it is, in words.
             numbers: its operands that are no arrays, random seeds included.
+            run: enqueues it and returns its results.
 
         Returns:
-            What to call with its results when it has been enqueued.
+            The results.
 
         Raises:
             MismatchError: another process runs another program in its place.
@@ -129,12 +130,13 @@ class Together:
         if digest not in self._met:
             self.meet(f"the first run of {text}", line)
             self._met.add(digest)
-        entry = self.pending.begin(call, self.seconds)
-
-        def enqueued(values: Sequence[Any]) -> None:
-            self.pending.enqueued(entry, _Marker(values[-1]) if values else None)
-
-        return enqueued
+        entry, marker = self.pending.begin(call, self.seconds), None
+        try:
+            values = run()
+            marker = _Marker(values[-1]) if values else None
+        finally:
+            self.pending.enqueued(entry, marker)
+        return values
 
     def past(self) -> list[tuple[int, str, str]]:
         """The latest programs: number, running digest and description."""
@@ -239,7 +241,8 @@ class Together:
     def parted(self, states: dict[int, dict[str, Any]]) -> list[str]:
         """The first program in which another process differs, a line for each process; none where none is known to."""
         mine = {n: (digest, text) for n, digest, text in self.past()}
-        first, told = sys.maxsize, {}
+        first = sys.maxsize
+        told: dict[int, str] = {}
         for rank, state in states.items():
             for n, digest, text in state.get("programs", []):
                 if n in mine and mine[n][0] != digest and n <= first:
@@ -291,7 +294,7 @@ class _Programs(Pending):
         return self._owner.past()
 
     def look(self, watch: Watch) -> None:
-        """As ``Pending.look``; what the next rank has published is compared too, in case programs that differ finish."""
+        """As ``Pending.look``; what the next rank has published is compared too: programs that differ may finish."""
         super().look(watch)
         owner = self._owner
         if self.error is None and owner.latest is not None:

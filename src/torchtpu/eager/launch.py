@@ -70,10 +70,11 @@ def launcher(program: Program, described: Described) -> Callable[..., list[Any]]
             operands = placement.spread(operands)
             run = program.compiled_on(placement, operands)
         try:
-            enqueued = meshes.enqueues(placement, program.digest, name, lambda: repr((seed, moving_list, plain)).encode())
-            values = run(*operands)
-            if enqueued is not None:
-                enqueued(values)
+            if placement is None:
+                values = run(*operands)
+            else:
+                given = lambda: repr((seed, moving_list, plain)).encode()  # noqa: E731
+                values = meshes.enqueue(placement, program.digest, name, given, lambda: run(*operands))
         except Exception as error:
             raise translate(error, name, device) from error
         if values:

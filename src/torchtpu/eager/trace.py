@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from torchtpu.eager import modes
 from torchtpu.eager.arrays import number_operand
 from torchtpu.eager.cache import TraceCache
 from torchtpu.eager.errors import translate
+from torchtpu.eager.executable import Variant
 from torchtpu.eager.hidden import hide_from_dynamo
 from torchtpu.eager.program import Program
 from torchtpu.runtime import checks, devices, memory, meshes
@@ -112,10 +113,7 @@ def flush(device: int, waiting: Pending | None = None) -> None:
             placement = meshes.placement(trace.arrays, [p.mesh for p in trace.programs]) if meshes.active else None
             plan = _cache.find(trace, placement, wanted, free, -1 if waiting is None else waiting.index)
             memory.note(device, _C.allocated_bytes(device) + plan.more_bytes)
-            enqueued = None if placement is None else _enqueues(trace, placement, plan.variant.digest)
-            values = plan.variant.run(trace)
-            if enqueued is not None:
-                enqueued(values)
+            values = plan.variant.run(trace) if placement is None else _enqueue(trace, placement, plan.variant)
         except Exception as error:
             _C.end_trace(device)
             failed = translate(error, f"a program of {len(trace.programs)} operators", device)
@@ -130,11 +128,12 @@ def flush(device: int, waiting: Pending | None = None) -> None:
         devices.note(device, live[-1].array)
 
 
-def _enqueues(trace: Trace, placement: meshes.Placement, digest: str) -> Callable[[Sequence[Any]], None] | None:
-    """As ``meshes.enqueues``."""
+def _enqueue(trace: Trace, placement: meshes.Placement, variant: Variant) -> list[Any]:
+    """Run a trace on a mesh."""
     first, last = trace.programs[0].name, trace.programs[-1].name
     name = f"{len(trace.programs)} operators, {first} to {last}" if len(trace.programs) > 1 else first
-    return meshes.enqueues(placement, digest, name, lambda: b"".join(trace.numbers()))
+    numbers, run = lambda: b"".join(trace.numbers()), lambda: variant.run(trace)
+    return meshes.enqueue(placement, variant.digest, name, numbers, run)
 
 
 def flush_all() -> None:

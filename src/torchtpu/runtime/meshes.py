@@ -31,17 +31,23 @@ __all__ = [
     "Placement",
     "as_stored",
     "divided",
+    "enqueue",
     "from_host",
-    "make",
     "local",
+    "make",
+    "may_grow",
+    "meet",
     "mesh_in",
     "normal",
     "options",
+    "others",
     "placement",
     "put",
     "readable",
+    "rows_apart",
     "sharding",
     "sharding_of",
+    "spans",
     "text",
 ]
 
@@ -57,8 +63,8 @@ _copies: dict[tuple[int, int], tuple[weakref.ref[Any], jax.Array]] = {}
 
 
 def make(sizes: Mapping[str, int]) -> Mesh:
-    """The mesh with these axes over the first devices of the process, or over those of all processes of the job; the same
-    one when asked again.
+    """The mesh with these axes over the first devices of the process, or over those of all processes of the job; the
+    same one when asked again.
 
     Args:
         sizes: sizes of the axes by name, the slowest first.
@@ -161,7 +167,8 @@ def rows_apart(where: Sharding, shape: Sequence[int]) -> int:
     processes have the same rows.
     """
     rows: dict[int, set[int]] = {}
-    for device, index in where.devices_indices_map(tuple(shape)).items():
+    parts: Any = where.devices_indices_map(tuple(shape))
+    for device, index in parts.items():
         rows.setdefault(device.process_index, set()).update(range(shape[0])[index[0]])
     sizes = {len(r) for r in rows.values()}
     apart = len(sizes) == 1 and sum(map(len, rows.values())) == shape[0]
@@ -192,11 +199,9 @@ def _whole(index: Any, shape: Sequence[int]) -> bool:
 def _moved(array: jax.Array, where: Sharding) -> jax.Array:
     """A value of all processes laid out in another way, by a program that each of them runs."""
     kind = f"{array.dtype}{list(array.shape)}"
-    enqueued = _all.program(f"{kind} {normal(array.sharding)} -> {normal(where)}", f"a move of {kind}", b"")
+    digest = f"{kind} {normal(array.sharding)} -> {normal(where)}"
     with jax.enable_x64(True):
-        made = _mover(where)(array)
-    enqueued([made])
-    return made
+        return _all.enqueue(digest, f"a move of {kind}", b"", lambda: [_mover(where)(array)])[0]
 
 
 def _mover(where: Sharding) -> Callable[[jax.Array], jax.Array]:
@@ -257,24 +262,22 @@ def meet(what: str, digest: str) -> None:
     _all.meet(what, digest=digest)
 
 
-def enqueues(
-    where: Placement | None, digest: str, name: str, numbers: Callable[[], bytes]
-) -> Callable[[Sequence[Any]], None] | None:
-    """Say that a program is about to be enqueued, where all processes must do so.
+def enqueue(
+    where: Placement, digest: str, name: str, numbers: Callable[[], bytes], run: Callable[[], list[Any]]
+) -> list[Any]:
+    """Enqueue a program on a mesh; where it spans processes all of them must do so.
 
     Args:
         where: where it runs.
         digest: what it computes, the same in every process.
         name: what it is, in words.
         numbers: gives its operands that are no arrays.
-
-    Returns:
-        What to give its results when it has been enqueued; None where no other process takes part.
+        run: enqueues it and returns its results.
     """
-    if where is None or _all is None or not spans(where.mesh):
-        return None
-    enqueued: Callable[[Sequence[Any]], None] = _all.program(f"{digest} {where.text}", name, numbers())
-    return enqueued
+    if _all is None or not spans(where.mesh):
+        return run()
+    results: list[Any] = _all.enqueue(f"{digest} {where.text}", name, numbers(), run)
+    return results
 
 
 def mesh_in(closed: core.ClosedJaxpr) -> Mesh | None:

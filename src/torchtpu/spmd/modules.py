@@ -98,8 +98,8 @@ def join(x: torch.Tensor, divided: Divided) -> torch.Tensor:
     where = meshes.sharding(_place(x, divided), size)
     if where is None or meshes.rows_apart(where, size) != count:
         raise RuntimeError(
-            f"local=True: the plan {dict(divided.plan.mesh)} does not divide a batch of {count} x {x.shape[0]} rows (size "
-            f"{list(size)}) over the {count} processes, each with its own: its batch axes are "
+            f"local=True: the plan {dict(divided.plan.mesh)} does not divide a batch of {count} x {x.shape[0]} rows "
+            f"(size {list(size)}) over the {count} processes, each with its own: its batch axes are "
             f"{', '.join(divided.plan.batch) or 'none'}. Give the whole batch in every process, without local"
         )
     host = host_array((x if x.device.type == "cpu" else x.cpu()).contiguous())
