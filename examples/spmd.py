@@ -66,8 +66,9 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":
         print(spmd.describe(model))
     divided, one = train(model, options.steps), train(build().to("tpu"), options.steps)
+    count = torch.tpu.device_count() * int(os.environ.get("WORLD_SIZE", "1"))
     for step, (a, b) in enumerate(zip(divided, one, strict=True)):
-        print(f"step {step}  loss with {options.plan} {a:.6f}  on one device {b:.6f}")
+        print(f"step {step}  loss on {count} devices {a:.6f}  on one {b:.6f}")
     torch.testing.assert_close(divided, one, rtol=1e-4, atol=1e-5)
 
 
