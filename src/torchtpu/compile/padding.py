@@ -51,6 +51,7 @@ from torchtpu.runtime.compiler import compile_program
 __all__ = ["Buckets", "PaddedProgram", "padded_flat"]
 
 
+_CONSTRAIN = "torchtpu.constrain.default"
 _SIZES_KEPT = 4096
 """How many combinations of sizes a graph remembers what follows from."""
 
@@ -169,6 +170,9 @@ class PaddedProgram:
         self.dims = {i: tuple(factors(n) for n in self.values[i].shape) for i in self.changing}
         self.handle = _C.register_signature([f"x{i}" for i in self.fixed], [False] * len(self.fixed))
         self.random = any(takes_draws(n) for n in module.graph.nodes)
+        names = [str(n.target) for n in module.graph.nodes]
+        constrained = [n for n, name in zip(module.graph.nodes, names, strict=True) if name == _CONSTRAIN]
+        self.named = [meshes.mesh_of(n.args[1]) for n in constrained]
         self.outputs = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
         self.programs: dict[Any, Callable[..., Any]] = {}
 
@@ -226,7 +230,7 @@ class PaddedProgram:
         placement = None
         if meshes.active:
             operands = [force(x) for x in operands]
-            placement = meshes.placement([*changing, *operands])
+            placement = meshes.placement([*changing, *operands], self.named)
         if placement is not None:
             whole = (*whole, placement.key)
             operands, changing = placement.spread(operands), placement.spread(changing)
@@ -276,7 +280,10 @@ class PaddedProgram:
                     leaving.append(made)
             notes["specs"], notes["draws"] = specs, draws.count
             notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
-            return [*leaving, *stacked_checks(trace)]
+            checked = stacked_checks(trace)
+            if placement is not None and placement.everywhere is not None:
+                checked = [jax.lax.with_sharding_constraint(c, placement.everywhere) for c in checked]
+            return [*leaving, *checked]
 
         given = examples(fixed, [force(x) for x in operands], device, self.random)
         if placement is not None:  # where they lie counts, not only their types

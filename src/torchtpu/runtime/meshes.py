@@ -38,6 +38,7 @@ __all__ = [
     "may_grow",
     "meet",
     "mesh_in",
+    "mesh_of",
     "normal",
     "options",
     "others",
@@ -110,12 +111,16 @@ def text(mesh: Mesh, spec: Sequence[Sequence[str]]) -> str:
     return f"{_meshes.index(mesh)}:{';'.join(','.join(axes) for axes in spec)}"
 
 
+def mesh_of(place: str) -> Mesh:
+    """The mesh behind ``text``."""
+    return _meshes[int(place.partition(":")[0])]
+
+
 def sharding(place: str, shape: Sequence[int]) -> NamedSharding | None:
     """The sharding behind ``text`` for an array of some shape, without the axes that do not divide it; None where the
     place has more dimensions than the array.
     """
-    number, _, spec = place.partition(":")
-    mesh = _meshes[int(number)]
+    mesh, spec = mesh_of(place), place.partition(":")[2]
     parts = [[a for a in part.split(",") if a] for part in spec.split(";")] if spec else []
     if len(parts) > len(shape):
         return None
