@@ -176,6 +176,11 @@ def check_compiled() -> None:
     losses, _ = train(build().to("tpu"))
     model = spmd.shard(build(), "fsdp=4")
     close(train(model, run=torch.compile(model, fullgraph=True))[0], losses)
+    one, run = build().to("tpu"), torch.compile(spmd.shard(build(), "fsdp=4"), dynamic=True)
+    with torch.no_grad():
+        for rows in (4, 8, 12):
+            tokens = (torch.arange(6 * rows).reshape(rows, 6) % 32).to("tpu")
+            torch.testing.assert_close(run(tokens).cpu(), one(tokens).cpu(), rtol=1e-5, atol=1e-6)
 
 
 def check_values_read() -> None:
