@@ -1,6 +1,11 @@
-"""Many devices in one process: a Llama divided over eight devices trains as it does on one.
+"""Many devices and one program: a Llama divided over eight devices trains as it does on one.
 
     python examples/spmd.py --plan fsdp=4,tp=2
+
+or over the devices of two hosts, with one process on each (here both on this machine):
+
+    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 127.0.0.1 examples/spmd.py
+    torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr 127.0.0.1 examples/spmd.py
 
 On a machine without TPUs, TORCHTPU_CPU_DEVICES makes XLA:CPU pretend to be several. It is read when the device starts.
 """
@@ -8,7 +13,7 @@ On a machine without TPUs, TORCHTPU_CPU_DEVICES makes XLA:CPU pretend to be seve
 import argparse
 import os
 
-os.environ.setdefault("TORCHTPU_CPU_DEVICES", "8")
+os.environ.setdefault("TORCHTPU_CPU_DEVICES", str(8 // int(os.environ.get("WORLD_SIZE", "1"))))
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -58,10 +63,12 @@ def main() -> None:
     options = parser.parse_args()
 
     model = spmd.shard(build(), options.plan)
-    print(spmd.describe(model))
+    if os.environ.get("RANK", "0") == "0":
+        print(spmd.describe(model))
     divided, one = train(model, options.steps), train(build().to("tpu"), options.steps)
+    count = torch.tpu.device_count() * int(os.environ.get("WORLD_SIZE", "1"))
     for step, (a, b) in enumerate(zip(divided, one, strict=True)):
-        print(f"step {step}  loss on {torch.tpu.device_count()} devices {a:.6f}  on one {b:.6f}")
+        print(f"step {step}  loss on {count} devices {a:.6f}  on one {b:.6f}")
     torch.testing.assert_close(divided, one, rtol=1e-4, atol=1e-5)
 
 

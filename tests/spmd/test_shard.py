@@ -117,6 +117,17 @@ def test_compiled(plan: str, alone: list[float]) -> None:
     torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
 
 
+def test_compiled_for_changing_sizes() -> None:
+    """Also the parts of the graph that read nothing divided, and say themselves that they run on the mesh."""
+    torch._dynamo.reset()
+    one, model = build().to("tpu"), spmd.shard(build(), "fsdp=2")
+    run = torch.compile(model, dynamic=True)
+    with torch.no_grad():
+        for rows in (4, 8, 12):
+            tokens = (torch.arange(6 * rows).reshape(rows, 6) % 32).to("tpu")
+            torch.testing.assert_close(run(tokens).cpu(), one(tokens).cpu(), rtol=1e-5, atol=1e-6)
+
+
 def test_dropout_draws_what_one_device_draws() -> None:
     results = []
     for plan in (None, "fsdp=2"):

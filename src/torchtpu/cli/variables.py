@@ -68,6 +68,12 @@ VARIABLES = (
         "own network), `host` for the hosts' memories; by default `xla` on a TPU and `host` on XLA:CPU.",
     ),
     Variable(
+        "TORCHTPU_SPMD_TIMEOUT",
+        "600",
+        "Seconds that the processes of a mesh over several hosts (`torchtpu.spmd`) wait for each other before it is an "
+        "error.",
+    ),
+    Variable(
         "TORCHTPU_COLLECTIVES_CHECK",
         "0",
         "`1` compares what the ranks call before each XLA collective, so that ranks that disagree learn of it at once.",

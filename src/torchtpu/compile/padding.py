@@ -51,6 +51,7 @@ from torchtpu.runtime.compiler import compile_program
 __all__ = ["Buckets", "PaddedProgram", "padded_flat"]
 
 
+_CONSTRAIN = "torchtpu.constrain.default"
 _SIZES_KEPT = 4096
 """How many combinations of sizes a graph remembers what follows from."""
 
@@ -169,6 +170,9 @@ class PaddedProgram:
         self.dims = {i: tuple(factors(n) for n in self.values[i].shape) for i in self.changing}
         self.handle = _C.register_signature([f"x{i}" for i in self.fixed], [False] * len(self.fixed))
         self.random = any(takes_draws(n) for n in module.graph.nodes)
+        names = [str(n.target) for n in module.graph.nodes]
+        constrained = [n for n, name in zip(module.graph.nodes, names, strict=True) if name == _CONSTRAIN]
+        self.named = [meshes.mesh_of(n.args[1]) for n in constrained]
         self.outputs = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
         self.programs: dict[Any, Callable[..., Any]] = {}
 
@@ -226,7 +230,7 @@ class PaddedProgram:
         placement = None
         if meshes.active:
             operands = [force(x) for x in operands]
-            placement = meshes.placement([*changing, *operands])
+            placement = meshes.placement([*changing, *operands], self.named)
         if placement is not None:
             whole = (*whole, placement.key)
             operands, changing = placement.spread(operands), placement.spread(changing)
@@ -276,7 +280,10 @@ class PaddedProgram:
                     leaving.append(made)
             notes["specs"], notes["draws"] = specs, draws.count
             notes["checks"] = tuple((c.message, c.error) for c in trace.checks)
-            return [*leaving, *stacked_checks(trace)]
+            checked = stacked_checks(trace)
+            if placement is not None and placement.everywhere is not None:
+                checked = [jax.lax.with_sharding_constraint(c, placement.everywhere) for c in checked]
+            return [*leaving, *checked]
 
         given = examples(fixed, [force(x) for x in operands], device, self.random)
         if placement is not None:  # where they lie counts, not only their types
@@ -299,6 +306,7 @@ class PaddedProgram:
         def call(
             operands: list[Any], changing: list[Any], inputs: Sequence[Any], sizes: _Sizes, device: int
         ) -> list[Any]:
+            plain = sizes.read, [operands[i] for i in numbers]
             for i in numbers:
                 operands[i] = number_operand(operands[i], device)
             if starts is not None:
@@ -307,7 +315,12 @@ class PaddedProgram:
                 operands.append(seed_words(reserve_seed(None, device, draws)))
             try:
                 counts = [number_operand(n, device) for n in sizes.read]
-                values = run(changing, everywhere(counts), *everywhere(operands))
+                enqueue = lambda: run(changing, everywhere(counts), *everywhere(operands))  # noqa: E731
+                if placement is None:
+                    values = enqueue()
+                else:
+                    kind, given = f"{self.name} {sizes.rounded}", lambda: repr(plain).encode()
+                    values = meshes.enqueue(placement, kind, self.name, given, enqueue)
             except Exception as error:
                 raise translate(error, self.name, device) from error
             if values:
@@ -442,7 +455,7 @@ def padded_flat(value: Any, total: int, device: int) -> Any:
     known = _padding.of(value)
     if total not in known:
         whole = np.zeros(total, value.dtype)
-        whole[: value.size] = np.asarray(value).reshape(-1)
+        whole[: value.size] = np.asarray(meshes.readable(value)).reshape(-1)
         known[total] = _put(whole, device)
     return known[total]
 
@@ -453,7 +466,7 @@ def _put(host: np.ndarray, device: int) -> jax.Array:
 
 
 def _padded_on_host(value: jax.Array, t: torch.Tensor, order: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
-    flat = np.asarray(value).reshape(-1)[t.storage_offset() :]
+    flat = np.asarray(meshes.readable(value)).reshape(-1)[t.storage_offset() :]
     strides = [s * flat.itemsize for s in t.stride()]
     elements = np.lib.stride_tricks.as_strided(flat, tuple(t.shape), strides, writeable=False).transpose(order)
     elements = elements.conj() if t.is_conj() else elements

@@ -16,7 +16,7 @@ from torchtpu.distributed.work import Both, Lane, Work
 from torchtpu.eager.hidden import hide_from_dynamo
 from torchtpu.runtime.processes import attempt
 
-__all__ = ["create_backend", "start_watch"]
+__all__ = ["create_backend", "current_watch", "start_watch"]
 
 _PATIENCE, _PATIENCE_AFTER_ERROR = 30.0, 5.0
 """Seconds that rank 0 waits at exit for the others, whose JAX runtime ends with it: they may have errors to tell."""
@@ -59,11 +59,19 @@ def start_watch(store: Any, rank: int) -> Watch:
     """
     global _watch
     if _watch is None or not dist.is_initialized():
-        if _watch is not None:
-            _watch.stop()
+        before = _watch
+        if before is not None:
+            before.stop()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         _watch = Watch(dist.PrefixStore(attempt(), store), rank)
+        if before is not None:
+            _watch.pending.update(before.pending)
+    return _watch
+
+
+def current_watch() -> Watch | None:
+    """The process's watch, if it has one."""
     return _watch
 
 

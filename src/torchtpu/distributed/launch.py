@@ -13,19 +13,22 @@ from typing import Any
 from torchtpu.distributed.transports import chosen
 from torchtpu.runtime import devices, processes
 
-__all__ = ["join", "join_at_start", "leave", "serves"]
+__all__ = ["join", "join_at_start", "joined", "leave", "serves"]
 
 _joined: tuple[int, int] | None = None
 _store: Any = None
+_meeting: Any = None
 TIMEOUT = datetime.timedelta(seconds=300)
 _KEY = "torchtpu/coordinator"
 
 
 def join_at_start() -> None:
-    """Before the client starts: join the job that the environment describes, if XLA carries the collectives."""
+    """Before the client starts: join the job that the environment describes, if XLA carries its collectives or the
+    processes' devices may form a mesh.
+    """
     global _store
     job = processes.job()
-    if job is None or _joined is not None or chosen(devices.choose_platform()) != "xla":
+    if job is None or _joined is not None or not _needed():
         return
     import os
 
@@ -48,7 +51,7 @@ def join(store: Any, rank: int, size: int) -> None:
     Raises:
         RuntimeError: the device runs already, and alone.
     """
-    if size == 1 or chosen(devices.choose_platform()) != "xla":
+    if size == 1 or not _needed():
         return
     if _joined is not None:
         if _joined != (rank, size):
@@ -66,8 +69,22 @@ def join(store: Any, rank: int, size: int) -> None:
     _initialise(store, rank, size)
 
 
+def _needed() -> bool:
+    """Whether this process has to be one of a JAX runtime's: for XLA's collectives, or for programs on the devices of
+    several hosts, which there are where a launcher started one process on each for all of its devices.
+    """
+    job = processes.job()
+    several = job is not None and job.local_size == 1 and devices.count() > 1
+    return several or chosen(devices.choose_platform()) == "xla"
+
+
+def joined() -> tuple[Any, int, int] | None:
+    """The store through which this process joined a JAX runtime, its rank and the number of processes, if it has."""
+    return None if _joined is None else (_meeting, *_joined)
+
+
 def _initialise(store: Any, rank: int, size: int) -> None:
-    global _joined
+    global _joined, _meeting
     import jax
 
     if devices.choose_platform() == "cpu":
@@ -95,7 +112,7 @@ def _initialise(store: Any, rank: int, size: int) -> None:
             f"rank {rank} of {size} could not join the others at {address} within {TIMEOUT.total_seconds():.0f} s: "
             f"{error}"
         ) from error
-    _joined = rank, size
+    _joined, _meeting = (rank, size), store
 
 
 def leave() -> None:

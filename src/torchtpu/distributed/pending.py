@@ -89,6 +89,10 @@ class Pending:
         with self._lock:
             return self._entries[0].call if self._entries else None
 
+    def past(self) -> list[tuple[int, str, str]]:
+        """What the others may compare of what has been enqueued: number, digest and description."""
+        return []
+
     def look(self, watch: Watch) -> None:
         """Drop what has finished, and see what is wrong with what has not."""
         if self.error is not None:

@@ -15,6 +15,7 @@ from torchtpu.distributed.host import HostTransport
 from torchtpu.distributed.reductions import Reduction
 from torchtpu.distributed.watch import Call
 from torchtpu.eager import arrays as eager_arrays
+from torchtpu.runtime import meshes
 
 __all__ = ["Transport", "array", "chosen", "from_host", "make", "to_host"]
 
@@ -104,12 +105,12 @@ class OnHost(HostTransport):
 
 
 def array(tensor: torch.Tensor) -> jax.Array:
-    """A tensor's elements, in order and in any folding; computing them may still be under way."""
+    """A tensor's elements, in order and in any folding, on one device; computing them may still be under way."""
     value, shape, dtype = _C.get_value(tensor)
     whole = value is not None and dtype is tensor.dtype and math.prod(shape) == tensor.numel()
     if whole and tensor.is_contiguous() and tensor.storage_offset() == 0 and not (tensor.is_conj() or tensor.is_neg()):
-        return eager_arrays.force(value)
-    return eager_arrays.array_of(tensor.detach())
+        return meshes.local(eager_arrays.force(value))
+    return meshes.local(eager_arrays.array_of(tensor.detach()))
 
 
 def to_host(array: jax.Array, size: Sequence[int]) -> torch.Tensor:

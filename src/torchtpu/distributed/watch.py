@@ -76,6 +76,7 @@ class Call:
         line: the user's line that called it.
         started: when, in seconds since the epoch.
         done: whether it has finished.
+        kind: what it is one of.
     """
 
     group: str
@@ -84,10 +85,11 @@ class Call:
     line: str
     started: float = field(default_factory=time.time)
     done: bool = False
+    kind: str = "collective"
 
     def describe(self) -> str:
         """In words, for an error message."""
-        return f"{self.text}, collective {self.number} of {self.group}, called at {self.line}"
+        return f"{self.text}, {self.kind} {self.number} of {self.group}, called at {self.line}"
 
 
 class Watch:
@@ -132,6 +134,7 @@ class Watch:
             found |= {"call": call.describe(), "done": call.done, "for": time.time() - call.started}
         found["pending"] = {key: [c.number, c.text, c.describe()] for key, c in oldest.items()}
         found["begun"] = {p.key: p.begun for p in list(self.pending)}
+        found["programs"] = [x for p in list(self.pending) for x in p.past()]
         return found
 
     def publish(self, left: bool = False) -> None:

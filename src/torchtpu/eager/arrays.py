@@ -14,7 +14,7 @@ import torch
 from torchtpu import _C
 from torchtpu.eager.views import physical_order, row_major
 from torchtpu.lowering.dtypes import to_jax, to_torch
-from torchtpu.runtime import devices
+from torchtpu.runtime import devices, meshes
 
 __all__ = [
     "array_of",
@@ -102,6 +102,7 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 def to_host(array: jax.Array) -> torch.Tensor:
     """A CPU tensor that shares the array's memory where it can, and must not be written to."""
+    array = meshes.readable(array)
     devices.waiting(array)
     host = np.asarray(array)
     dtype = to_torch(host.dtype)

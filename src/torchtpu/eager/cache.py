@@ -158,7 +158,7 @@ class TraceCache:
         # The same operators: other sizes or other constants.
         if length >= WORTH_A_WARNING or self._often(trace, head):
             apart = [(a, b) for a, b in zip(best[1], trace.programs, strict=True) if a is not b]
-            explained = [growth.explains(a, b) for a, b in apart]
+            explained = [growth.explains(a, b) for a, b in apart] if meshes.may_grow(placement) else [False]
             if apart and all(explained):
                 return  # the next sizes will need no compile
         if length >= WORTH_A_WARNING:

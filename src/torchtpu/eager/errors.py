@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from torchtpu import _C
+from torchtpu.runtime import meshes
 
 __all__ = ["translate"]
 
@@ -63,4 +64,6 @@ def translate(error: Exception, op: OpOverload | str, device: int) -> Exception:
         return out_of_memory(device, int(asked.group(1)) if asked else None, f"(in {op})")
     if isinstance(error, torch.OutOfMemoryError | IndexError | KeyboardInterrupt):
         return error
-    return RuntimeError(f"{op} failed on tpu:{device}: {text}")
+    if torch.distributed.is_available() and isinstance(error, torch.distributed.DistBackendError):
+        return error  # what other processes did; it names the line
+    return RuntimeError(f"{op} failed on tpu:{device}: {text}{meshes.others(error)}")

@@ -42,6 +42,7 @@ class Variant:
         sizes: the results it returns, in order, and their bytes.
         donated: positions of the arrays it takes over.
         first: positions of the programs that run before the others, in an executable of their own.
+        digest: what it computes and returns, the same in every process.
         run: enqueues it on what a trace recorded, and returns its results.
         working_memory: bytes it needs besides its arrays.
     """
@@ -49,6 +50,7 @@ class Variant:
     sizes: dict[int, int]
     donated: frozenset[int]
     first: frozenset[int]
+    digest: str
     run: Callable[[Trace], list[Any]]
     working_memory: int
 
@@ -148,8 +150,9 @@ def build(
     everything = range(len(layout.programs))
     if not first:
         donated = _donations(trace, types, wanted, free)
-        run, memory = _executable(trace, placement, layout, layout.part(everything, wanted, donated))
-        return Variant(sizes, frozenset(donated), first, run, memory)
+        whole = layout.part(everything, wanted, donated)
+        run, memory = _executable(trace, placement, layout, whole)
+        return Variant(sizes, frozenset(donated), first, _digest(trace, layout, whole, False), run, memory)
     rest = [i for i in everything if i not in first]
     late = tuple(i for i in wanted if layout.maker[i] not in first)
     second = layout.part(rest, late, ())
@@ -164,7 +167,8 @@ def build(
         found.update(zip(late, run_second(trace, [found[i] for i in second.passed]), strict=True))
         return [found[i] for i in wanted]
 
-    return Variant(sizes, frozenset(donated), first, run_both, memory + more)
+    both = _digest(trace, layout, layout.part(everything, wanted, donated), False)
+    return Variant(sizes, frozenset(donated), first, both, run_both, memory + more)
 
 
 def _donations(trace: Trace, types: list[Any], wanted: Sequence[int], free: Sequence[int]) -> tuple[int, ...]:
@@ -263,7 +267,7 @@ def _pinned(layout: _Layout, placement: meshes.Placement, wanted: tuple[int, ...
                 operands.append(None)
             else:
                 operands.append(lies[item] if item >= 0 else placement.lies[-1 - item])
-        lies += results_in_place(program, operands)
+        lies += results_in_place(program, operands, placement.everywhere)
     return [lies[i] for i in wanted]
 
 

@@ -84,7 +84,7 @@ def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> 
     if src.device != self.device:
         moved, target = array_of(src), devices.device(self.device.index)
         if target is not devices.device(src.device.index):  # of several processes on a host each has one
-            moved = jax.device_put(moved, target)
+            moved = meshes.put(moved, target)
         return copy_(self, wrap_array(moved, self.device.index))
     if not _share(self, src):
         if _copy_on_device is None:
@@ -145,7 +145,7 @@ def _share(self: torch.Tensor, src: torch.Tensor) -> bool:
 def _local_scalar_dense(self: torch.Tensor) -> Any:
     """``.item()``."""
     observe.wait("a number read by Python (.item(), bool(), print)")
-    array = array_of(self)
+    array = meshes.readable(array_of(self))
     devices.waiting(array)
     try:
         value = np.asarray(array).reshape(-1)[0]

@@ -328,7 +328,7 @@ class _Dynamic:
         def value(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
                 array = array_of(x) if x.device.type == "tpu" else x.item()
-                return jax.device_put(array, devices.device(device)) if meshes.divided(array) else array
+                return meshes.put(array, devices.device(device)) if meshes.divided(array) else array
             return [value(y) for y in x] if isinstance(x, tuple | list) else x
 
         plain = [value(x) for n, x in zip(self.names, args, strict=False) if n not in dropped]

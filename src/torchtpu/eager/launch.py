@@ -53,6 +53,7 @@ def launcher(program: Program, described: Described) -> Callable[..., list[Any]]
         seed = reserve_seed(find_generator(args, kwargs), device, draws) if random else None
         if modes.fused:
             return record(program, operands, moving_list, seed, device)
+        plain = [operands[i] for i in numbers]
         for i in numbers:
             operands[i] = number_operand(operands[i], device)
         if moving is not None:
@@ -69,7 +70,11 @@ def launcher(program: Program, described: Described) -> Callable[..., list[Any]]
             operands = placement.spread(operands)
             run = program.compiled_on(placement, operands)
         try:
-            values = run(*operands)
+            if placement is None:
+                values = run(*operands)
+            else:
+                given = lambda: repr((seed, moving_list, plain)).encode()  # noqa: E731
+                values = meshes.enqueue(placement, program.digest, name, given, lambda: run(*operands))
         except Exception as error:
             raise translate(error, name, device) from error
         if values:

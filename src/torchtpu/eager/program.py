@@ -274,7 +274,7 @@ class Program:
                 self.name,
                 operators=self.operators,
                 mesh=placement.mesh,
-                results=results_in_place(self, placement.lies),
+                results=results_in_place(self, placement.lies, placement.everywhere),
             )
         return run
 
@@ -282,7 +282,9 @@ class Program:
         return self.function(*(x for x in given if x is not None))
 
 
-def results_in_place(program: Program, operands: Sequence[Sharding | None]) -> list[Sharding | None]:
+def results_in_place(
+    program: Program, operands: Sequence[Sharding | None], everywhere: Sharding | None
+) -> list[Sharding | None]:
     """Where each result of a program on a mesh lies, None where XLA chooses.
 
     The new value of a storage is divided as the old one was, and what a factory makes like a divided value
@@ -291,6 +293,7 @@ def results_in_place(program: Program, operands: Sequence[Sharding | None]) -> l
     Args:
         program: the program.
         operands: for each operand that is a divided array, how it is divided.
+        everywhere: where single numbers lie, so that each of several processes can read them; checks are such.
     """
     lies: list[Sharding | None] = [None] * program.results
     made = sum(not isinstance(s, Constant) for s in program.outputs)
@@ -301,6 +304,10 @@ def results_in_place(program: Program, operands: Sequence[Sharding | None]) -> l
             size = program.result_types[n].shape
             like = (x for x, shape in zip(operands, program.shapes, strict=False) if shape == size and x is not None)
             lies[n] = next(like, None)
+    if everywhere is not None:
+        for n, kind in enumerate(program.result_types):
+            if not kind.shape or (program.checks and n == program.results - 1):
+                lies[n] = lies[n] or everywhere
     return lies
 
 

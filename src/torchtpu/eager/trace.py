@@ -24,6 +24,7 @@ from torchtpu.eager import modes
 from torchtpu.eager.arrays import number_operand
 from torchtpu.eager.cache import TraceCache
 from torchtpu.eager.errors import translate
+from torchtpu.eager.executable import Variant
 from torchtpu.eager.hidden import hide_from_dynamo
 from torchtpu.eager.program import Program
 from torchtpu.runtime import checks, devices, memory, meshes
@@ -112,7 +113,7 @@ def flush(device: int, waiting: Pending | None = None) -> None:
             placement = meshes.placement(trace.arrays, [p.mesh for p in trace.programs]) if meshes.active else None
             plan = _cache.find(trace, placement, wanted, free, -1 if waiting is None else waiting.index)
             memory.note(device, _C.allocated_bytes(device) + plan.more_bytes)
-            values = plan.variant.run(trace)
+            values = plan.variant.run(trace) if placement is None else _enqueue(trace, placement, plan.variant)
         except Exception as error:
             _C.end_trace(device)
             failed = translate(error, f"a program of {len(trace.programs)} operators", device)
@@ -125,6 +126,14 @@ def flush(device: int, waiting: Pending | None = None) -> None:
         _C.settle(live, values, plan.positions)
         _early = weakref.ref(waiting.array) if waiting is not None and plan.variant.first else None
         devices.note(device, live[-1].array)
+
+
+def _enqueue(trace: Trace, placement: meshes.Placement, variant: Variant) -> list[Any]:
+    """Run a trace on a mesh."""
+    first, last = trace.programs[0].name, trace.programs[-1].name
+    name = f"{len(trace.programs)} operators, {first} to {last}" if len(trace.programs) > 1 else first
+    numbers, run = lambda: b"".join(trace.numbers()), lambda: variant.run(trace)
+    return meshes.enqueue(placement, variant.digest, name, numbers, run)
 
 
 def flush_all() -> None:

@@ -153,6 +153,8 @@ def _compile(
     if mesh is not None:
         options, devices = meshes.options(mesh), list(mesh.devices.flat)
         extra = repr((options, [d.id for d in devices]))
+        if meshes.spans(mesh):  # what a process keeps may hold what its own devices run only
+            extra += f" process {jax.process_index()} of {jax.process_count()}"
     if key is None:
         key = disk_cache.digest(module, extra)
         if (found := _from_disk(key, device, about.name, devices)) is not None:

@@ -33,6 +33,7 @@ class _State:
     pending: list[collections.deque] = field(default_factory=list)  # per device: weak references to recent outputs
     platform: str | None = None
     starting: bool = False
+    shared: bool = False  # see may_share
     bad_fork: bool = False
     lock: Any = field(default_factory=threading.RLock)
 
@@ -169,6 +170,7 @@ def _start() -> None:
             _state.devices = _state.devices[:1] * job.local_size
         _state.pending = [collections.deque(maxlen=256) for _ in _state.devices]
         _state.platform = platform
+        _state.shared = job is not None and job.local_size == 1 and _processes(platform) > 1
         # Data loaders fork, and what must not happen in their children raises there.
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
         if platform == "cpu" and requested_platform() is None:
@@ -181,6 +183,13 @@ def _start() -> None:
     finally:
         _state.starting = False
     _at_start.clear()
+
+
+def _processes(platform: str) -> int:
+    """How many have joined this process's JAX runtime."""
+    import jax
+
+    return jax.process_count(platform)
 
 
 def _notice() -> None:
@@ -241,6 +250,32 @@ def device(index: int = 0) -> Any:
     if not 0 <= index < len(_state.devices):
         raise RuntimeError(f"tpu: invalid device ordinal {index}: this process has {len(_state.devices)} tpu device(s)")
     return _state.devices[index]
+
+
+def own() -> list[Any]:
+    """The JAX devices of this process, each once; starts the runtime."""
+    device(0)
+    return list(dict.fromkeys(_state.devices))
+
+
+def may_share() -> bool:
+    """Whether this process may have a mesh in common with others: a launcher started one on each host, and they have
+    joined one JAX runtime. Starts the runtime.
+    """
+    if not _state.devices:
+        initialise()
+    return _state.shared
+
+
+def everywhere() -> list[Any]:
+    """The JAX devices that a mesh may have: those of all processes, in the order of their ranks, or of this one. Starts
+    the runtime.
+    """
+    if not may_share():
+        return own()
+    import jax
+
+    return sorted(jax.devices(platform()), key=lambda d: d.process_index)
 
 
 def platform() -> str:

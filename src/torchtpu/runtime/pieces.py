@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from torchtpu.runtime import meshes
 from torchtpu.runtime.repeats import Piece
 
 __all__ = ["Pieces"]
@@ -36,7 +37,7 @@ class Pieces:
         for v in (*jaxpr.constvars, *jaxpr.invars, *(v for p in pieces for v in p.outputs)):
             number.setdefault(v, len(number))
         self._sizes = [_nbytes(v.aval) for v in number]
-        self._constants = dict(enumerate(jax.device_put(c, home) for c in closed.consts))
+        self._constants = dict(enumerate(meshes.put(c, home) for c in closed.consts))
         self._first_operand = len(self._constants)
         literals: dict[str, int] = {}
 
@@ -83,7 +84,7 @@ class Pieces:
 
 def _constant(literal: Any, home: Any) -> jax.Array:
     with jax.enable_x64(True):
-        return jax.device_put(jnp.asarray(literal.val, literal.aval.dtype), home)
+        return meshes.put(jnp.asarray(literal.val, literal.aval.dtype), home)
 
 
 def _nbytes(aval: Any) -> int:

@@ -23,7 +23,7 @@ from torchtpu.runtime import meshes
 from torchtpu.sharding import Plan
 from torchtpu.spmd.operator import constrain
 
-__all__ = ["Divided", "attach", "cut"]
+__all__ = ["Divided", "attach", "cut", "join"]
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,40 @@ def cut(x: torch.Tensor, divided: Divided) -> torch.Tensor:
     """
     if x.dim() == 0:
         return x
-    tokens = x.dim() == 2 and not x.dtype.is_floating_point
-    place = divided.place(divided.plan.batch, divided.plan.sequence) if tokens else divided.place(divided.plan.batch)
+    place = _place(x, divided)
     if not torch.compiler.is_compiling() and not x.requires_grad:
         made = _cut_now(x, place)
         if made is not None:
             return made
     return constrain(x if x.device.type == "tpu" else x.to("tpu"), place, place)
+
+
+def _place(x: torch.Tensor, divided: Divided) -> str:
+    tokens = x.dim() == 2 and not x.dtype.is_floating_point
+    return divided.place(divided.plan.batch, divided.plan.sequence) if tokens else divided.place(divided.plan.batch)
+
+
+def join(x: torch.Tensor, divided: Divided) -> torch.Tensor:
+    """An input of the whole batch of which each process gives its part, divided over the mesh.
+
+    Raises:
+        RuntimeError: the plan does not give each process a part of its own.
+    """
+    count = len({d.process_index for d in divided.mesh.devices.flat})
+    if x.dim() == 0:
+        return x
+    size = (count * x.shape[0], *x.shape[1:])
+    where = meshes.sharding(_place(x, divided), size)
+    if where is None or meshes.rows_apart(where, size) != count:
+        raise RuntimeError(
+            f"local=True: the plan {dict(divided.plan.mesh)} does not divide a batch of {count} x {x.shape[0]} rows "
+            f"(size {list(size)}) over the {count} processes, each with its own: its batch axes are "
+            f"{', '.join(divided.plan.batch) or 'none'}. Give the whole batch in every process, without local"
+        )
+    host = host_array((x if x.device.type == "cpu" else x.cpu()).contiguous())
+    with jax.enable_x64(True):
+        array = jax.make_array_from_process_local_data(where, host.copy(), size)
+    return wrap_array(array, 0, x.dtype)
 
 
 def _cut_now(x: torch.Tensor, place: str) -> torch.Tensor | None:
@@ -95,7 +122,7 @@ def _cut_now(x: torch.Tensor, place: str) -> torch.Tensor | None:
         return None
     if meshes.divided(value):
         return x if value.sharding.is_equivalent_to(where, value.ndim) else None
-    return wrap_array(jax.device_put(value, where), 0, x.dtype)
+    return wrap_array(meshes.put(value, where), 0, x.dtype)
 
 
 hide_from_dynamo(_cut_now)

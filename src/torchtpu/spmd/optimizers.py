@@ -48,4 +48,4 @@ def _divide(t: torch.Tensor, like: jax.Array) -> None:
     value, shape, dtype = _C.get_value(t)
     value = force(value)
     if isinstance(value, jax.Array) and not meshes.divided(value) and value.shape == like.shape:
-        _C.set_value(t, jax.device_put(value, like.sharding), shape, dtype)
+        _C.set_value(t, meshes.put(value, like.sharding), shape, dtype)

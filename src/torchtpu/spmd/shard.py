@@ -1,7 +1,8 @@
-"""Divide a model over the devices of this process."""
+"""Divide a model over the devices of this process, or of all processes of a job."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torchtpu.lowering.dtypes import to_jax
 from torchtpu.runtime import devices, meshes
 from torchtpu.sharding import Plan, Spec, parse
 from torchtpu.spmd import experts, optimizers
-from torchtpu.spmd.modules import Divided, attach, cut
+from torchtpu.spmd.modules import Divided, attach, cut, join
 
 __all__ = ["Share", "describe", "divide_by", "shard", "shard_batch", "table"]
 
@@ -25,7 +26,8 @@ _DIVIDED = "_torchtpu_divided"
 
 
 def divide_by(plan: Plan | str | Mapping[str, int]) -> Divided:
-    """A plan on the first devices of this process.
+    """A plan on the first devices of this process, or on those of all processes that a launcher started one for each
+    host.
 
     Args:
         plan: a plan, what ``torchtpu check --plan`` takes (``"fsdp=4,tp=2"``, a JSON file), or sizes of axes by name.
@@ -39,12 +41,15 @@ def divide_by(plan: Plan | str | Mapping[str, int]) -> Divided:
     if isinstance(plan, str):
         open_axis = not plan.endswith(".json") and any("=" not in p and ":" not in p for p in plan.split(","))
         # Presets drop tokens that are too many for an expert; PyTorch keeps them all.
-        plan = replace(parse(plan, devices.initialise() if open_axis else None), capacity=None)
+        plan = replace(parse(plan, len(devices.everywhere()) if open_axis else None), capacity=None)
     return Divided(plan, meshes.make(plan.mesh))
 
 
 def shard(module: torch.nn.Module, plan: Plan | str | Mapping[str, int]) -> torch.nn.Module:
     """Divide a module over several devices, in place: it trains and generates as on one.
+
+    Where the plan is for the devices of all processes of a job, every process calls this with the same module, and runs
+    the same program afterwards.
 
     Parameters and buffers move to the device, each device getting its part alone: from the CPU, from ``meta`` (they are
     made and initialised divided), or from the device. They stay ordinary tensors of their whole size.
@@ -59,6 +64,7 @@ def shard(module: torch.nn.Module, plan: Plan | str | Mapping[str, int]) -> torc
     Raises:
         PlanError: the plan does not divide a parameter, or is none.
         RuntimeError: there are too few devices, or a parameter on ``meta`` that nothing initialises.
+        torchtpu.distributed.errors.MismatchError: the processes gave different modules or values.
 
     Example:
         >>> model = torchtpu.spmd.shard(model, "fsdp=4,tp=2")
@@ -68,6 +74,8 @@ def shard(module: torch.nn.Module, plan: Plan | str | Mapping[str, int]) -> torc
     divided = divide_by(plan)
     names = _names(module)
     specs = {name: divided.plan.spec(name, tuple(t.shape)) for name, t in names.values()}
+    if meshes.spans(divided.mesh):
+        meshes.meet("torchtpu.spmd.shard", _summary(names, plan))
     fresh = [m for m in module.modules() if any(t.is_meta for t in _own(m))]
     _move(module, names, specs, divided)
     module.__dict__[_DIVIDED] = divided
@@ -79,15 +87,22 @@ def shard(module: torch.nn.Module, plan: Plan | str | Mapping[str, int]) -> torc
     return module
 
 
-def shard_batch(x: Any, plan: torch.nn.Module | Plan | str | Mapping[str, int]) -> Any:
+def shard_batch(x: Any, plan: torch.nn.Module | Plan | str | Mapping[str, int], local: bool = False) -> Any:
     """Inputs on the device, divided as the plan divides the batch (and the sequence of tokens).
 
     Args:
         x: a tensor, on the CPU or the device, or a nest of them.
         plan: a divided module, or its plan.
+        local: ``x`` is this process's part of the batch, such as a ``DistributedSampler`` gives it; the batch is those
+            of all processes, one after the other, and what is returned has its size. Otherwise every process gives the
+            whole batch. The same for a mesh within the process.
+
+    Raises:
+        RuntimeError: ``local``, and the plan does not divide this tensor's first dimension evenly over the processes.
     """
     divided = _divided_by(plan) if isinstance(plan, torch.nn.Module) else divide_by(plan)
-    return torch.utils._pytree.tree_map(lambda t: cut(t, divided) if isinstance(t, torch.Tensor) else t, x)
+    place = join if local and meshes.spans(divided.mesh) else cut
+    return torch.utils._pytree.tree_map(lambda t: place(t, divided) if isinstance(t, torch.Tensor) else t, x)
 
 
 def _divided_by(module: torch.nn.Module) -> Divided:
@@ -103,6 +118,20 @@ def _names(module: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
     for name, t in itertools.chain(module.named_parameters(), module.named_buffers()):
         found.setdefault(id(t), (name, t))
     return found
+
+
+def _summary(names: dict[int, tuple[str, torch.Tensor]], plan: Any) -> str:
+    """A digest of a model that has to be the same in every process: of its structure and of some of its values, which
+    shows that the processes were not seeded alike.
+    """
+    found = hashlib.sha256(repr(plan).encode())
+    for name, t in names.values():
+        found.update(f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type}".encode())
+        if t.numel() and t.device.type == "cpu":
+            flat = t.detach().contiguous().reshape(-1)
+            step = max(flat.numel() // 64, 1)
+            found.update(host_array(flat[::step].contiguous()).tobytes())
+    return found.hexdigest()
 
 
 def _own(module: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -154,7 +183,7 @@ def _divided(t: torch.Tensor, name: str, spec: Spec, divided: Divided) -> torch.
     elif t.device.type == "cpu":
         array = meshes.from_host(host_array(t.contiguous()), where)
     elif t.device.type == "tpu":
-        array = jax.device_put(array_of(t.detach()), where)
+        array = meshes.put(array_of(t.detach()), where)
     else:
         raise RuntimeError(f"{name} is on {t.device}: move it to the CPU or the tpu device first")
     return wrap_array(array, 0, t.dtype)
