@@ -108,13 +108,18 @@ def forward(query, key, value, mask, dropout_p, is_causal, scale, key_data=None)
     return out, lse.reshape(query.shape[:-1]), p
 
 
-def backward(grad_out, query, key, value, mask, out, logsumexp, dropout_p, is_causal, scale, key_data=None):
-    """Gradients of query, key, value, and of the scores (grouped), which is that of a mask before broadcasting."""
+def backward(
+    grad_out, query, key, value, mask, out, logsumexp, dropout_p, is_causal, scale, key_data=None, all_keys=False
+):
+    """Gradients of query, key, value, and of the scores (grouped), which is that of a mask before broadcasting.
+
+    ``all_keys`` says that the log-sum-exp is that of these keys; in ring attention it is that of all devices' keys.
+    """
     shared, _ = _groups(query, key)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     s = _scores(query, key, mask, is_causal, scale)
     if logsumexp.dtype == s.dtype:
-        p = _softmax_again(s, logsumexp.reshape(s.shape[:-1]), exact=query.dtype == s.dtype)
+        p = _softmax_again(s, logsumexp.reshape(s.shape[:-1]), exact=all_keys and query.dtype == s.dtype)
     else:  # what the forward pass saved is float32, too coarse for float64
         p, _ = _softmax(s)
     grad, q = _by_group(cast(grad_out, query.dtype), shared), _by_group(query, shared)
@@ -168,7 +173,9 @@ def overrideable_backward(
     dropout_p, is_causal, philox_seed, philox_offset, scale=None,
 ):  # fmt: skip
     key_data = _kept_key(dropout_p, philox_seed)
-    *grads, ds = backward(grad_out, query, key, value, attn_bias, out, logsumexp, dropout_p, is_causal, scale, key_data)
+    *grads, ds = backward(
+        grad_out, query, key, value, attn_bias, out, logsumexp, dropout_p, is_causal, scale, key_data, all_keys=True
+    )
     wanted = attn_bias is not None and attn_bias.dtype != jnp.bool_ and grad_input_mask[3]
     bias = _mask_gradient(ds, attn_bias, query) if wanted else None
     if attn_bias is not None and bias is None:
