@@ -7,63 +7,19 @@ import io
 
 import pytest
 import torch
+from small_model import Block, build, train, value_of
 from torch import nn
 
-from torchtpu import _C, spmd
+from torchtpu import spmd
 from torchtpu.runtime import observe
 from torchtpu.sharding import Plan, PlanError, Rule
 
 PLANS = ("tp=2", "fsdp=2", "dp=2")
 
 
-class Block(nn.Module):
-    """A model with what plans know by name: projections up and down, and an embedding that is shared."""
-
-    def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(32, width)
-        self.norm = nn.LayerNorm(width)
-        self.up_proj = nn.Linear(width, 4 * width)
-        self.down_proj = nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-        self.lm_head = nn.Linear(width, 32, bias=False)
-        self.lm_head.weight = self.embed_tokens.weight
-        self.register_buffer("scale", torch.full((width,), 2.0))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(tokens)
-        x = x + self.down_proj(nn.functional.gelu(self.up_proj(self.norm(x) * self.scale)))
-        return self.lm_head(self.dropout(x))
-
-
-def build(**options: float) -> Block:
-    torch.manual_seed(0)
-    return Block(**options)
-
-
-def array(t: torch.Tensor):
-    torch.tpu.synchronize()
-    return _C.get_value(t)[0]
-
-
 def spec(t: torch.Tensor):
-    parts = list(array(t).sharding.spec)
+    parts = list(value_of(t).sharding.spec)
     return tuple(parts + [None] * (t.dim() - len(parts)))
-
-
-def train(model: nn.Module, run=None, steps: int = 3) -> tuple[list[float], torch.optim.Optimizer]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(steps):
-        tokens = torch.randint(32, (4, 6), generator=generator).to("tpu")
-        logits = (model if run is None else run)(tokens)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, optimizer
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +37,7 @@ def test_training_equals_one_device(plan: str, alone: list[float]) -> None:
         p = dict(model.named_parameters()).get(share.name)
         if p is None:
             continue
-        assert array(p).addressable_shards[0].data.nbytes == share.nbytes
+        assert value_of(p).addressable_shards[0].data.nbytes == share.nbytes
         for state in (p.grad, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]):
             assert spec(state) == spec(p)
 
@@ -113,7 +69,7 @@ def test_operator_by_operator(mode: str, alone: list[float]) -> None:
 def test_compiled(plan: str, alone: list[float]) -> None:
     torch._dynamo.reset()
     model = spmd.shard(build(), plan)
-    losses, _ = train(model, torch.compile(model, fullgraph=True))
+    losses, _ = train(model, run=torch.compile(model, fullgraph=True))
     torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
 
 

@@ -170,9 +170,7 @@ class PaddedProgram:
         self.dims = {i: tuple(factors(n) for n in self.values[i].shape) for i in self.changing}
         self.handle = _C.register_signature([f"x{i}" for i in self.fixed], [False] * len(self.fixed))
         self.random = any(takes_draws(n) for n in module.graph.nodes)
-        names = [str(n.target) for n in module.graph.nodes]
-        constrained = [n for n, name in zip(module.graph.nodes, names, strict=True) if name == _CONSTRAIN]
-        self.named = [meshes.mesh_of(n.args[1]) for n in constrained]
+        self.named = [meshes.mesh_of(n.args[1]) for n in module.graph.nodes if str(n.target) == _CONSTRAIN]
         self.outputs = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
         self.programs: dict[Any, Callable[..., Any]] = {}
 
@@ -306,7 +304,7 @@ class PaddedProgram:
         def call(
             operands: list[Any], changing: list[Any], inputs: Sequence[Any], sizes: _Sizes, device: int
         ) -> list[Any]:
-            plain = sizes.read, [operands[i] for i in numbers]
+            plain = None if placement is None else (sizes.read, [operands[i] for i in numbers])
             for i in numbers:
                 operands[i] = number_operand(operands[i], device)
             if starts is not None:

@@ -150,25 +150,23 @@ def build(
     everything = range(len(layout.programs))
     if not first:
         donated = _donations(trace, types, wanted, free)
-        whole = layout.part(everything, wanted, donated)
-        run, memory = _executable(trace, placement, layout, whole)
-        return Variant(sizes, frozenset(donated), first, _digest(trace, layout, whole, False), run, memory)
+        run, memory, key = _executable(trace, placement, layout, layout.part(everything, wanted, donated))
+        return Variant(sizes, frozenset(donated), first, key, run, memory)
     rest = [i for i in everything if i not in first]
     late = tuple(i for i in wanted if layout.maker[i] not in first)
     second = layout.part(rest, late, ())
     donated = _donations(trace, types, late, [i for i in free if i in second.arrays])
     second = replace(second, donated=donated)
     early = tuple(sorted({*second.passed, *wanted} - {*late}))
-    run_first, memory = _executable(trace, None, layout, layout.part(sorted(first), early, ()))
-    run_second, more = _executable(trace, None, layout, second)
+    run_first, memory, first_key = _executable(trace, None, layout, layout.part(sorted(first), early, ()))
+    run_second, more, second_key = _executable(trace, None, layout, second)
 
     def run_both(trace: Trace) -> list[Any]:
         found = dict(zip(early, run_first(trace), strict=True))
         found.update(zip(late, run_second(trace, [found[i] for i in second.passed]), strict=True))
         return [found[i] for i in wanted]
 
-    both = _digest(trace, layout, layout.part(everything, wanted, donated), False)
-    return Variant(sizes, frozenset(donated), first, both, run_both, memory + more)
+    return Variant(sizes, frozenset(donated), first, f"{first_key} {second_key}", run_both, memory + more)
 
 
 def _donations(trace: Trace, types: list[Any], wanted: Sequence[int], free: Sequence[int]) -> tuple[int, ...]:
@@ -187,8 +185,10 @@ def _donations(trace: Trace, types: list[Any], wanted: Sequence[int], free: Sequ
 
 def _executable(
     trace: Trace, placement: meshes.Placement | None, layout: _Layout, part: _Part
-) -> tuple[Callable[..., list[Any]], int]:
-    """Compile a part: the function of a trace and the results passed that enqueues it, and the bytes it needs."""
+) -> tuple[Callable[..., list[Any]], int, str]:
+    """Compile a part: the function of a trace and the results passed that enqueues it, the bytes it needs, and the
+    digest of what it computes.
+    """
     programs = layout.programs
     floats, integers, seeds = _vectors(trace)
     numbered = bool(len(floats) or len(integers) or len(seeds))
@@ -227,13 +227,14 @@ def _executable(
     leading = operands(np.zeros_like(floats), np.zeros_like(integers), np.zeros_like(seeds)) if numbered else ()
     passed = [jax.ShapeDtypeStruct(layout.types[i].shape, layout.types[i].dtype) for i in part.passed]
     before = len(leading) + len(passed)
+    key = _digest(trace, layout, part, apart)
     compiled = compile_program(
         fused,
         [*leading, *passed, *_given(trace, placement, part)],
         device,
         f"{len(part.programs)} operators",
         donate=tuple(before + part.arrays.index(i) for i in part.donated),
-        key=_digest(trace, layout, part, apart),
+        key=key,
         operators=[name for i in part.programs for name in programs[i].operators],
         mesh=None if placement is None else placement.mesh,
         results=None if placement is None else _pinned(layout, placement, part.wanted),
@@ -246,7 +247,7 @@ def _executable(
         with jax.enable_x64(True):
             return compiled(*operands(*_vectors(trace)), *passed, *arrays)
 
-    return run, working_memory(compiled)
+    return run, working_memory(compiled), key
 
 
 def _given(trace: Trace, placement: meshes.Placement | None, part: _Part) -> list[Any]:

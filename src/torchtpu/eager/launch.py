@@ -53,7 +53,7 @@ def launcher(program: Program, described: Described) -> Callable[..., list[Any]]
         seed = reserve_seed(find_generator(args, kwargs), device, draws) if random else None
         if modes.fused:
             return record(program, operands, moving_list, seed, device)
-        plain = [operands[i] for i in numbers]
+        plain = [operands[i] for i in numbers] if meshes.active else []
         for i in numbers:
             operands[i] = number_operand(operands[i], device)
         if moving is not None:
